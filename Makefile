@@ -1,0 +1,37 @@
+# Two commands matter: `make demo` (set up, and see the model write) and `make test`.
+# On Linux, choose torch's CPU build with  make demo TORCH_INDEX=<the address of that index>.
+PYTHON ?= python3
+BIN := .venv/bin
+TORCH_INDEX ?=
+INSTALL := $(BIN)/pip install -q --disable-pip-version-check -c .ci/constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: demo test notebooks exercises bench clean
+
+demo: .venv/base
+	$(BIN)/python -m minserve generate "def area(" --temperature 0.8 --seed 1 --max-tokens 300
+	$(BIN)/python -m minserve doctor
+
+test: .venv/dev
+	$(BIN)/python -m pytest
+
+exercises: .venv/dev
+	$(BIN)/python -m pytest tests/exercises -q
+
+notebooks: .venv/dev
+	$(BIN)/pip install -q --disable-pip-version-check -c .ci/constraints.txt -e '.[notebooks]'
+	$(BIN)/jupyter lab chapters
+
+bench: .venv/base
+	$(BIN)/python -m minserve bench
+
+.venv/base: pyproject.toml .ci/constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(INSTALL) -e .
+	touch $@
+
+.venv/dev: .venv/base
+	$(INSTALL) -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,38 @@
+"""The short causal convolution before the delta rule, and the tail of inputs that it must remember.
+
+    out[t, c] = silu( sum_j weight[c, j] x[t - (kernel - 1) + j, c] )
+
+Token t needs the kernel - 1 inputs before it. They are taken *before* the SiLU, and they are part of a request's
+state as much as the matrix is: a chunk that starts without its tail computes something else.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def conv_tail(
+    x: Float[Tensor, "batch tokens channels"],
+    weight: Float[Tensor, "channels kernel"],
+    tail: Float[Tensor, "batch kernel_minus_1 channels"],
+) -> tuple[Float[Tensor, "batch tokens channels"], Float[Tensor, "batch kernel_minus_1 channels"]]:
+    """Convolve a chunk that continues a sequence, and return what the next chunk needs of it.
+
+    Arguments:
+        x: the chunk's inputs, any number of tokens.
+        weight: one filter per channel, oldest input first.
+        tail: the last kernel - 1 inputs before the chunk, oldest first; zeros at a sequence's start.
+    Returns the outputs and the new tail. Nothing is changed in place.
+
+    >>> x, weight = torch.arange(5.0).view(1, 5, 1), torch.tensor([[0.0, 0.0, 0.0, 1.0]])
+    >>> out, tail = conv_tail(x, weight, torch.zeros(1, 3, 1))
+    >>> tail.flatten().tolist()
+    [2.0, 3.0, 4.0]
+    """
+    num_tokens, kernel = x.shape[1], weight.shape[1]
+    joined = torch.cat([tail.to(x.dtype), x], dim=1)
+    out = sum(joined[:, j : j + num_tokens] * weight[:, j] for j in range(kernel))
+    return F.silu(out), joined[:, num_tokens:]

@@ -1,0 +1,133 @@
+"""The gated delta rule, token by token and in chunks: two forms of one function.
+
+    S <- e^g S;   delta = beta (v - k^T S);   S <- S + k delta^T;   o = q^T S
+
+S [key_dim, value_dim] is all that a head remembers. g <= 0 forgets, beta in (0, 1) says how firmly the value found
+under k is replaced by v. The chunked form computes the deltas of a whole chunk as one triangular system (the WY, or UT,
+transform), so that prefill is a handful of matrix products. Yang, Kautz, Hatamizadeh: Gated Delta Networks
+(arXiv 2412.06464), section 3.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from einops import rearrange, repeat
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def gated_delta_recurrent(
+    q: Float[Tensor, "batch tokens key_heads key_dim"],
+    k: Float[Tensor, "batch tokens key_heads key_dim"],
+    v: Float[Tensor, "batch tokens value_heads value_dim"],
+    g: Float[Tensor, "batch tokens value_heads"],
+    beta: Float[Tensor, "batch tokens value_heads"],
+    state: Float[Tensor, "batch value_heads key_dim value_dim"],
+) -> tuple[Float[Tensor, "batch tokens value_heads value_dim"], Float[Tensor, "batch value_heads key_dim value_dim"]]:
+    """Run the rule one token after the other: the definition, and the way a decode step uses it.
+
+    Arguments:
+        q, k: queries (already scaled) and unit keys; each key head serves value_heads / key_heads value heads.
+        v: values.
+        g: log of the share of the state that survives the token, <= 0.
+        beta: how much of the old value under k is replaced, in 0..1.
+        state: what the sequence remembers before the first token (zeros at its start); it is not changed.
+    Returns the outputs, in v's dtype, and the state after the last token, in `state`'s dtype. The arithmetic is in
+    float32, or float64 where an input is.
+    """
+    dtype = torch.promote_types(state.dtype, torch.promote_types(v.dtype, torch.float32))
+    q, k = (_to_value_heads(x.to(dtype), v.shape[2]) for x in (q, k))
+    values, memory = v.to(dtype), state.to(dtype)
+    decay, strength = g.to(dtype).exp(), beta.to(dtype)
+    outs = []
+    for t in range(v.shape[1]):
+        memory = memory * decay[:, t, :, None, None]
+        found = (k[:, t, :, None, :] @ memory).squeeze(-2)
+        delta = strength[:, t, :, None] * (values[:, t] - found)
+        memory = memory + k[:, t, :, :, None] * delta[:, :, None, :]
+        outs.append((q[:, t, :, None, :] @ memory).squeeze(-2))
+    return torch.stack(outs, dim=1).to(v.dtype), memory.to(state.dtype)
+
+
+def gated_delta_chunked(
+    q: Float[Tensor, "batch tokens key_heads key_dim"],
+    k: Float[Tensor, "batch tokens key_heads key_dim"],
+    v: Float[Tensor, "batch tokens value_heads value_dim"],
+    g: Float[Tensor, "batch tokens value_heads"],
+    beta: Float[Tensor, "batch tokens value_heads"],
+    state: Float[Tensor, "batch value_heads key_dim value_dim"],
+    chunk: int = 64,
+) -> tuple[Float[Tensor, "batch tokens value_heads value_dim"], Float[Tensor, "batch value_heads key_dim value_dim"]]:
+    """Run the rule a chunk of tokens at a time; same arguments and results as `gated_delta_recurrent`.
+
+    The last chunk is padded with tokens that do nothing: k = 0, beta = 0, g = 0. A pad with g = 0 forgets nothing, so
+    the running sum of g at the padded end is the one at the last real token, whatever the length.
+    """
+    out, memory = across_chunks(within_chunks(q, k, v, g, beta, chunk), state)
+    return out[:, : v.shape[1]].to(v.dtype), memory.to(state.dtype)
+
+
+class ChunkTerms(NamedTuple):
+    """What can be said of every chunk before the state that enters it is known; all [batch heads chunks ...]."""
+
+    from_values: Float[Tensor, "batch heads chunks chunk value_dim"]
+    from_state: Float[Tensor, "batch heads chunks chunk key_dim"]
+    scores: Float[Tensor, "batch heads chunks chunk chunk"]
+    q_decayed: Float[Tensor, "batch heads chunks chunk key_dim"]
+    k_to_end: Float[Tensor, "batch heads chunks chunk key_dim"]
+    keep: Float[Tensor, "batch heads chunks"]
+
+
+def within_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int) -> ChunkTerms:
+    """Do the part of the chunked form that needs no state, for all chunks at once; arguments as above.
+
+    The deltas of a chunk are `from_values - from_state @ S`, its outputs `q_decayed @ S + scores @ deltas`, and the
+    state after it `keep S + k_to_end^T @ deltas`.
+    """
+    dtype = torch.promote_types(v.dtype, torch.promote_types(g.dtype, torch.float32))
+    q, k = (_to_value_heads(x, v.shape[2]) for x in (q, k))
+    q, k, values, g, beta = (_into_chunks(x.to(dtype), chunk) for x in (q, k, v, g, beta))
+    cumulative = g.cumsum(-1)
+    lower = torch.ones(chunk, chunk, dtype=torch.bool, device=v.device).tril()
+    # e^(G_i - G_j) for i >= j; the difference is masked before exp, since above the diagonal it could overflow.
+    span = (cumulative[..., :, None] - cumulative[..., None, :]).masked_fill(~lower, 0).exp() * lower
+    keys_beta = k * beta[..., None]
+    overlap = (keys_beta @ k.mT) * span * lower.tril(-1)
+    # Row i of the system says: delta_i = beta_i (v_i - what the state holds under k_i after the deltas before it).
+    right = torch.cat([values * beta[..., None], keys_beta * cumulative[..., None].exp()], dim=-1)
+    solved = torch.linalg.solve_triangular(overlap.to(dtype), right, upper=False, unitriangular=True)
+    from_values, from_state = solved.split([values.shape[-1], k.shape[-1]], dim=-1)
+    return ChunkTerms(
+        from_values,
+        from_state,
+        scores=(q @ k.mT) * span,
+        q_decayed=q * cumulative[..., None].exp(),
+        k_to_end=k * (cumulative[..., -1:] - cumulative)[..., None].exp(),
+        keep=cumulative[..., -1].exp(),
+    )
+
+
+def across_chunks(terms: ChunkTerms, state: Float[Tensor, "batch heads key_dim value_dim"]) -> tuple[Tensor, Tensor]:
+    """Carry the state through the chunks, one after the other: outputs [batch tokens heads value_dim] and last state."""
+    memory, outs = state.to(terms.keep.dtype), []
+    for from_values, from_state, scores, q, k, keep in zip(*(x.unbind(2) for x in terms), strict=True):
+        delta = from_values - from_state @ memory
+        outs.append(q @ memory + scores @ delta)
+        memory = memory * keep[..., None, None] + k.mT @ delta
+    return rearrange(torch.stack(outs, dim=2), "b h c t d -> b (c t) h d"), memory
+
+
+def _to_value_heads(x: Float[Tensor, "batch tokens key_heads dim"], num_heads: int) -> Tensor:
+    """Give every value head its key head: head h of num_heads reads key head h // (num_heads / key_heads)."""
+    return repeat(x, "b t h d -> b t (h r) d", r=num_heads // x.shape[2])
+
+
+def _into_chunks(x: Float[Tensor, "batch tokens heads *dim"], chunk: int) -> Tensor:
+    """Pad the tokens to whole chunks with zeros and bring the heads in front: [batch heads chunks chunk *dim]."""
+    x = rearrange(x, "b t h ... -> b h t ...")
+    pad = -x.shape[2] % chunk
+    x = F.pad(x, (0, 0) * (x.ndim - 3) + (0, pad))
+    return x.unflatten(2, (-1, chunk))

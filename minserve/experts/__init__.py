@@ -1,0 +1,1 @@
+"""Mixture of experts: which weights a token needs, and where they are."""

@@ -1,0 +1,57 @@
+"""What a mixture of experts computes, once the router has chosen.
+
+    out[t] = sum_j weights[t, j] down[e] ( silu(gate[e] x[t]) * (up[e] x[t]) ),   e = expert_ids[t, j]
+
+Two forms. `expert_mix` does the work that serving does: each expert that somebody chose is read once, for its own rows.
+`expert_mix_dense` runs every expert on every token and weighs the unchosen ones by zero: many times the arithmetic, no
+sorting, no gathering and fixed shapes, which is what a trainer of a tiny model wants.
+Shazeer et al., Outrageously Large Neural Networks (arXiv 1701.06538), section 2.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def expert_mix(
+    x: Float[Tensor, "tokens hidden"],
+    expert_ids: Int[Tensor, "tokens top_k"],
+    weights: Float[Tensor, "tokens top_k"],
+    gate_up: Float[Tensor, "experts two_intermediate hidden"],
+    down: Float[Tensor, "experts hidden intermediate"],
+) -> Float[Tensor, "tokens hidden"]:
+    """Mix the chosen experts' outputs, reading the weights of chosen experts only.
+
+    Arguments:
+        x: the tokens, packed.
+        expert_ids: the experts of each token, 0 <= id < experts.
+        weights: the share of each of them, in the order of expert_ids.
+        gate_up: gate rows, then up rows, of each expert.
+        down: the way back, of each expert.
+    Returns the mixed rows, in x's dtype. A token that chooses an expert twice gets it twice.
+    """
+    out = torch.zeros_like(x)
+    for expert in expert_ids.unique().tolist():
+        token, choice = (expert_ids == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(x[token], gate_up[expert]).chunk(2, dim=-1)
+        rows = F.linear(F.silu(gate) * up, down[expert]) * weights[token, choice, None]
+        out = out.index_add(0, token, rows.to(out.dtype))
+    return out
+
+
+def expert_mix_dense(
+    x: Float[Tensor, "tokens hidden"],
+    expert_ids: Int[Tensor, "tokens top_k"],
+    weights: Float[Tensor, "tokens top_k"],
+    gate_up: Float[Tensor, "experts two_intermediate hidden"],
+    down: Float[Tensor, "experts hidden intermediate"],
+) -> Float[Tensor, "tokens hidden"]:
+    """Mix the experts by running all of them on every token; same arguments and result as `expert_mix`."""
+    num_experts, width, _ = gate_up.shape
+    share = weights.new_zeros(x.shape[0], num_experts).scatter_add(1, expert_ids, weights)
+    gate, up = F.linear(x, gate_up.flatten(0, 1)).view(-1, num_experts, 2, width // 2).unbind(2)
+    rows = F.silu(gate) * up * share[..., None].to(gate.dtype)
+    return F.linear(rows.flatten(1), down.permute(1, 0, 2).flatten(1)).to(x.dtype)

@@ -1,0 +1,213 @@
+"""The layers of the Qwen3.5 decoder, each a box that computes and remembers nothing.
+
+All work on packed tokens [tokens, hidden]; what must be remembered goes through `memory`. Parameter names are those of
+the published checkpoints. Gated attention: Qiu et al. (arXiv 2505.06708). Gated DeltaNet: Yang et al. (arXiv 2412.06464).
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from minserve.experts.expert_mix import expert_mix, expert_mix_dense
+from minserve.model.config import FULL, ModelConfig
+from minserve.model.memory import Memory
+
+# The one place where an implementation is chosen. "train" computes every expert: see expert_mix_dense.
+EXPERT_MIX = MappingProxyType({"torch": expert_mix, "train": expert_mix_dense})
+
+
+class Routing(NamedTuple):
+    """What a router decided in one layer: its logits, and the experts and weights of each token."""
+
+    logits: Float[Tensor, "tokens experts"]
+    expert_ids: Int[Tensor, "tokens top_k"]
+    weights: Float[Tensor, "tokens top_k"]
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """The dtype for sums and exponentials of x: float32, or float64 for a float64 tensor."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def rms_normalize(x: Float[Tensor, "*rows dim"], eps: float) -> Float[Tensor, "*rows dim"]:
+    """Divide x by its root mean square along the last axis; the result stays wide."""
+    x = x.to(wide(x))
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def l2_normalize(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
+    """Divide x by its length along the last axis; the result stays wide. The 1e-6 stands under the root."""
+    x = x.to(wide(x))
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def rotary_table(positions: Int[Tensor, " tokens"], config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of RoPE's angles, each [tokens, rotary_dim / 2]; position p turns pair i by p theta^(-2i/dim)."""
+    dtype = torch.promote_types(dtype, torch.float32)
+    pair = torch.arange(0, config.rotary_dim, 2, dtype=dtype, device=positions.device) / config.rotary_dim
+    angle = positions.to(dtype)[:, None] / config.rope_theta**pair
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Float[Tensor, "tokens heads head_dim"], rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the first rotary_dim dimensions of each head (dimension i pairs with i + rotary_dim / 2), keep the rest."""
+    cos, sin = (table[:, None].to(x.dtype) for table in rotation)
+    half = cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm whose weight counts from one: x / rms(x) * (1 + weight)."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(size)), eps
+
+    def forward(self, x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
+        """Normalize the last axis; the result has x's dtype."""
+        return (rms_normalize(x, self.eps) * (1 + self.weight.to(wide(x)))).to(x.dtype)
+
+
+class GatedRMSNorm(nn.Module):
+    """The norm after the delta rule: x / rms(x) * weight * silu(gate); here the weight does not count from one."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Float[Tensor, "*rows dim"], gate: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
+        """Normalize the last axis of x and gate it; the result has the gate's dtype."""
+        normed = rms_normalize(x, self.eps) * self.weight.to(wide(x))
+        return (normed * F.silu(gate.to(wide(gate)))).to(gate.dtype)
+
+
+class GatedAttention(nn.Module):
+    """Full attention with normed queries and keys, partial RoPE, and a sigmoid gate on its output."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        hidden, dim = config.hidden_size, config.head_dim
+        self.index, self.head_dim = index, dim
+        self.q_proj = nn.Linear(hidden, config.num_attention_heads * 2 * dim, bias=False)
+        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * dim, bias=False)
+        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * dim, hidden, bias=False)
+        self.q_norm, self.k_norm = RMSNorm(dim, config.rms_norm_eps), RMSNorm(dim, config.rms_norm_eps)
+
+    def forward(self, x: Float[Tensor, "tokens hidden"], rotation: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+        """Attend from each token to its own sequence. q_proj is laid out per head as [query | gate]."""
+        q, gate = rearrange(self.q_proj(x), "t (h two d) -> two t h d", two=2, d=self.head_dim)
+        k = rearrange(self.k_proj(x), "t (h d) -> t h d", d=self.head_dim)
+        v = rearrange(self.v_proj(x), "t (h d) -> t h d", d=self.head_dim)
+        q, k = rotate(self.q_norm(q), rotation), rotate(self.k_norm(k), rotation)
+        out = memory.attend(self.index, q, k, v)
+        return self.o_proj((out * gate.sigmoid()).flatten(1))
+
+
+class GatedDeltaNet(nn.Module):
+    """Linear attention whose memory is one matrix per head, corrected by the gated delta rule."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        hidden, heads = config.hidden_size, config.linear_num_value_heads
+        self.index, self.key_head_dim, self.value_head_dim = index, config.linear_key_head_dim, config.linear_value_head_dim
+        self.widths = [config.key_dim, config.key_dim, config.value_dim]
+        self.in_proj_qkv = nn.Linear(hidden, config.conv_channels, bias=False)
+        self.in_proj_z = nn.Linear(hidden, config.value_dim, bias=False)
+        self.in_proj_b = nn.Linear(hidden, heads, bias=False)
+        self.in_proj_a = nn.Linear(hidden, heads, bias=False)
+        self.conv1d = nn.Conv1d(config.conv_channels, config.conv_channels, config.linear_conv_kernel_dim,
+                                groups=config.conv_channels, bias=False)  # fmt: skip
+        self.A_log, self.dt_bias = nn.Parameter(torch.zeros(heads)), nn.Parameter(torch.ones(heads))
+        self.norm = GatedRMSNorm(self.value_head_dim, config.rms_norm_eps)
+        self.out_proj = nn.Linear(config.value_dim, hidden, bias=False)
+
+    def forward(self, x: Float[Tensor, "tokens hidden"], memory: Memory) -> Float[Tensor, "tokens hidden"]:
+        """Convolve, apply the delta rule, gate; g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)."""
+        qkv = memory.convolve(self.index, self.in_proj_qkv(x), self.conv1d.weight.squeeze(1))
+        q, k, v = qkv.split(self.widths, dim=-1)
+        q, k = (rearrange(y, "t (h d) -> t h d", d=self.key_head_dim) for y in (q, k))
+        v, z = (rearrange(y, "t (h d) -> t h d", d=self.value_head_dim) for y in (v, self.in_proj_z(x)))
+        a, b = self.in_proj_a(x), self.in_proj_b(x)
+        g = -self.A_log.to(wide(a)).exp() * F.softplus(a.to(wide(a)) + self.dt_bias)
+        q, k = l2_normalize(q) * self.key_head_dim**-0.5, l2_normalize(k)
+        out = memory.recur(self.index, q, k, v, g, b.to(wide(b)).sigmoid())
+        return self.out_proj(self.norm(out, z).flatten(1))
+
+
+class DenseMLP(nn.Module):
+    """The gated MLP: down(silu(gate x) * up x)."""
+
+    def __init__(self, hidden: int, intermediate: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens hidden"]:
+        """Apply the MLP to each token."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Experts(nn.Module):
+    """The routed experts' weights, stacked: one tensor for all gate and up rows, one for all down rows."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        experts, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
+
+
+class MixtureOfExperts(nn.Module):
+    """A few routed experts per token, and one shared expert behind a gate of its own."""
+
+    def __init__(self, config: ModelConfig, impl: str):
+        super().__init__()
+        self.top_k, self.mix = config.num_experts_per_tok, EXPERT_MIX[impl]
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = Experts(config)
+        self.shared_expert = DenseMLP(config.hidden_size, config.shared_expert_intermediate_size)
+        self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def forward(self, x: Float[Tensor, "tokens hidden"]) -> tuple[Float[Tensor, "tokens hidden"], Routing]:
+        """Route each token: softmax over all experts, the top k of it renormalized to sum to one."""
+        logits = self.gate(x)
+        weights, expert_ids = logits.to(wide(x)).softmax(-1).topk(self.top_k, dim=-1)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        out = self.mix(x, expert_ids, weights, self.experts.gate_up_proj, self.experts.down_proj)
+        out = out + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+        return out, Routing(logits, expert_ids, weights)
+
+
+class DecoderLayer(nn.Module):
+    """Norm, mix tokens, add; norm, mix channels, add."""
+
+    def __init__(self, config: ModelConfig, index: int, kind: str, impl: str):
+        super().__init__()
+        if kind == FULL:
+            self.self_attn = GatedAttention(config, index)
+        else:
+            self.linear_attn = GatedDeltaNet(config, index)
+        self.kind = kind
+        self.mlp = MixtureOfExperts(config, impl) if config.is_moe else DenseMLP(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x: Float[Tensor, "tokens hidden"], rotation: tuple[Tensor, Tensor], memory: Memory
+    ) -> tuple[Float[Tensor, "tokens hidden"], Routing | None]:
+        """Run the layer; a dense one has no routing to report."""
+        normed = self.input_layernorm(x)
+        x = x + (self.self_attn(normed, rotation, memory) if self.kind == FULL else self.linear_attn(normed, memory))
+        out = self.mlp(self.post_attention_layernorm(x))
+        out, routing = out if isinstance(out, tuple) else (out, None)
+        return x + out, routing

@@ -1,0 +1,307 @@
+"""Train the models that ship: the same layers that serve, with a memory that forgets when the step ends.
+
+Two processes of one thread each, their gradients averaged; bfloat16 autocast; layers compiled one by one. Training is
+bounded by wall time and can be resumed: the same command goes on from the last saved state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from minserve.deltanet.conv_tail import conv_tail
+from minserve.deltanet.gated_delta import across_chunks, within_chunks
+from minserve.model.config import FULL, LINEAR, ModelConfig
+from minserve.model.corpus import Corpus, load_corpus
+from minserve.model.hybrid_lm import HybridLM
+from minserve.model.layers import Routing
+from minserve.model.optimizer import make_optimizers
+from minserve.model.practice import Practice
+from minserve.model.step import Step
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How to train.
+
+    Fields: `minutes` of wall time; `row_tokens` pairs (share of the time, tokens per row), shares rising to 1;
+    `tokens_per_process` of each step; `practice_share` and `tests_share` of the rows, the rest being library text;
+    loss weights of the two MTP depths (the second in the last 40 % of the time), of balance and of router size.
+    """
+
+    minutes: float = 80.0
+    num_processes: int = 2
+    tokens_per_process: int = 4096
+    row_tokens: tuple[tuple[float, int], ...] = ((0.65, 1024), (0.9, 2048), (1.0, 4096))
+    practice_share: float = 0.2
+    tests_share: float = 0.2
+    mtp_weights: tuple[float, float] = (0.2, 0.1)
+    balance_weight: float = 0.003
+    router_weight: float = 1e-4
+    warmup_steps: int = 40
+    constant_share: float = 0.4
+    final_lr_share: float = 0.02
+    save_every_s: float = 300.0
+    seed: int = 0
+
+
+def tiny_config() -> ModelConfig:
+    """The hybrid model that ships: three Gated DeltaNet layers, one gated attention, twice."""
+    return ModelConfig(
+        vocab_size=264, hidden_size=160, num_hidden_layers=8, layer_types=(LINEAR, LINEAR, LINEAR, FULL) * 2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=64, linear_value_head_dim=64, num_experts=16, num_experts_per_tok=2,
+        moe_intermediate_size=40, shared_expert_intermediate_size=96, mtp_num_hidden_layers=1, rope_theta=10_000.0,
+        max_position_embeddings=8192, eos_token_ids=(256, 258),
+    )  # fmt: skip
+
+
+def tiny_attention_config() -> ModelConfig:
+    """The small all-attention model: pages alone are its memory."""
+    return ModelConfig(
+        vocab_size=264, hidden_size=128, num_hidden_layers=4, layer_types=(FULL,) * 4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48,
+        shared_expert_intermediate_size=96, rope_theta=10_000.0, max_position_embeddings=8192, eos_token_ids=(256, 258),
+    )  # fmt: skip
+
+
+CHUNK = 64
+# Let the allocator keep freed memory (giving it back and faulting it in again doubles a step's time), and let oneDNN keep
+# every shape's primitive.
+PROCESS_SETTINGS = MappingProxyType({
+    "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**35), "MALLOC_TOP_PAD_": str(2**28),
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "4096", "OMP_NUM_THREADS": "1",
+})  # fmt: skip
+# The loop over chunks is left out of the compiled layers: unrolled, it takes minutes to compile and gains nothing.
+carry_state = torch.compiler.disable(across_chunks)
+
+
+def shape(name: str) -> ModelConfig:
+    """The configuration of a model that ships, by its folder's name."""
+    return {"tiny": tiny_config, "tiny_attention": tiny_attention_config}[name]()
+
+
+class TrainMemory:
+    """The memory of a training step: rows of equal length, all starting from nothing, none kept."""
+
+    def __init__(self, num_rows: int, row_tokens: int):
+        self.num_rows, self.row_tokens = num_rows, row_tokens
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Packed tokens as [rows, tokens of a row, ...]."""
+        return x.unflatten(0, (self.num_rows, self.row_tokens))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention within each row."""
+        q, k, v = (self.rows(x).transpose(1, 2).to(v.dtype) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        """The convolution of each row, from an empty tail."""
+        tail = x.new_zeros(self.num_rows, weight.shape[1] - 1, x.shape[1])
+        return conv_tail(self.rows(x), weight, tail)[0].flatten(0, 1)
+
+    def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """The delta rule over each row, from a zero state."""
+        state = g.new_zeros(self.num_rows, v.shape[1], k.shape[2], v.shape[2])
+        with torch.autocast("cpu", enabled=False):  # differences of sums of g want float32
+            terms = within_chunks(*(self.rows(x) for x in (q, k, v, g, beta)), CHUNK)
+        return carry_state(terms, state)[0].flatten(0, 1).to(v.dtype)
+
+
+@torch.no_grad()
+def initialize(model: HybridLM, seed: int) -> None:
+    """Draw fresh weights: outputs of every block start at zero, forgetting speeds from 1 to a thousand tokens.
+
+    Changes: the model's parameters.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj", "lm_head.weight")):
+            p.zero_()
+        elif name.endswith("dt_bias"):
+            dt = torch.exp(torch.empty_like(p).uniform_(np.log(1e-3), np.log(1e-1), generator=generator))
+            p.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        elif name.endswith("A_log"):
+            p.copy_(torch.empty_like(p).uniform_(1, 8, generator=generator).log())
+        elif name.endswith("embed_tokens.weight"):
+            p.normal_(0, 0.3, generator=generator)
+        elif p.ndim >= 2:
+            p.normal_(0, 0.5 * p.shape[-1] ** -0.5, generator=generator)
+
+
+def make_batch(corpus: Corpus, config: TrainConfig, num_rows: int, row_tokens: int, seed: list[int]) -> Int[Tensor, "rows t"]:
+    """Draw rows of row_tokens + 3 tokens: the inputs, and the targets of three depths."""
+    rng = np.random.default_rng(seed)
+    practice = Practice(corpus.library, rng)
+    rows = []
+    for _ in range(num_rows):
+        kind = rng.random()
+        if kind < config.practice_share:
+            rows.append(np.array(practice.row(row_tokens + 3)))
+            continue
+        source = corpus.tests if kind < config.practice_share + config.tests_share and len(corpus.tests) else corpus.library
+        start = int(rng.integers(len(source) - row_tokens - 3))
+        rows.append(source[start : start + row_tokens + 3])
+    return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+
+def balance_loss(routing: Routing) -> Float[Tensor, ""]:
+    """The load-balancing loss of Switch Transformers (arXiv 2101.03961): experts x sum(share of tokens x mean probability)."""
+    probs = routing.logits.softmax(-1)
+    num_experts = probs.shape[-1]
+    chosen = F.one_hot(routing.expert_ids, num_experts).to(probs.dtype).sum(1).mean(0) / routing.expert_ids.shape[1]
+    return num_experts * (chosen * probs.mean(0)).sum()
+
+
+def losses(model: HybridLM, rows: Int[Tensor, "rows t"], config: TrainConfig, deep: bool) -> dict[str, Tensor]:
+    """All losses of a batch in nats: main, MTP at depth 1 and (when `deep`) 2, balance, router."""
+    num_rows, row_tokens = rows.shape[0], rows.shape[1] - 3
+    positions, every = torch.arange(row_tokens).repeat(num_rows), torch.arange(num_rows * row_tokens)
+    starts = torch.arange(num_rows + 1) * row_tokens
+
+    def shifted(by: int) -> tuple[Step, Tensor]:
+        tokens, targets = (rows[:, by + i : by + i + row_tokens].flatten() for i in (0, 1))
+        return Step(tokens, positions + by, starts, every), targets
+
+    memory = TrainMemory(num_rows, row_tokens)
+    step, targets = shifted(0)
+    output = model(step, memory)
+    parts = {"main": F.cross_entropy(output.logits.to(torch.float32), targets)}
+    routings, hidden = list(output.routing), output.hidden
+    for depth in range(1, (2 if deep else 1) + 1 if model.mtp else 1):
+        step, targets = shifted(depth)
+        hidden, routing = model.draft_hidden(step, hidden, memory)
+        parts[f"mtp{depth}"] = F.cross_entropy(model.logits(hidden).to(torch.float32), targets)
+        routings += [routing] if depth == 1 else []
+    parts["balance"] = sum(balance_loss(r) for r in routings) / len(routings)
+    parts["router"] = sum(r.logits.to(torch.float32).logsumexp(-1).square().mean() for r in routings) / len(routings)
+    return parts
+
+
+class Trainer:
+    """One process's half of the work: its rows, the shared gradient, the schedule, the saved state."""
+
+    def __init__(self, model_config: ModelConfig, config: TrainConfig, out: Path, rank: int, corpus: Corpus):
+        self.config, self.out, self.rank, self.corpus = config, out, rank, corpus
+        self.model = HybridLM(model_config, impl="train")
+        initialize(self.model, config.seed)
+        self.optimizers = make_optimizers(self.model)
+        self.base_lrs = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
+        self.step, self.elapsed_s, self.num_tokens = 0, 0.0, 0
+        if (out / "state.pt").exists():
+            self.load()
+        for layer in [*self.model.model.layers, *(self.model.mtp.layers if self.model.mtp else [])]:
+            layer.compile(dynamic=False)
+        params = list(self.model.parameters())
+        self.flat_grad = torch.zeros(sum(p.numel() for p in params))
+        for p, view in zip(params, self.flat_grad.split([p.numel() for p in params]), strict=True):
+            p.grad = view.view_as(p)
+
+    def train_step(self) -> dict[str, float]:
+        """Run one batch and update the weights. Changes: the model, the optimizers, the counts."""
+        share = self.elapsed_s / (60 * self.config.minutes)
+        row_tokens = next(tokens for until, tokens in self.config.row_tokens if share < until or until == 1.0)
+        num_rows = max(1, self.config.tokens_per_process // row_tokens)
+        rows = make_batch(self.corpus, self.config, num_rows, row_tokens, [self.config.seed, self.step, self.rank])
+        with torch.autocast("cpu", torch.bfloat16):
+            parts = losses(self.model, rows, self.config, deep=share >= 0.6)
+        weights = {"main": 1.0, "mtp1": self.config.mtp_weights[0], "mtp2": self.config.mtp_weights[1],
+                   "balance": self.config.balance_weight, "router": self.config.router_weight}  # fmt: skip
+        self.flat_grad.zero_()
+        sum(weights[name] * loss for name, loss in parts.items()).backward()
+        dist.all_reduce(self.flat_grad)
+        self.flat_grad /= self.config.num_processes
+        self.flat_grad *= min(1.0, 1.0 / (self.flat_grad.norm().item() + 1e-6))
+        for optimizer, lrs in zip(self.optimizers, self.base_lrs, strict=True):
+            for group, lr in zip(optimizer.param_groups, lrs, strict=True):
+                group["lr"] = lr * self.lr_share(share)
+            optimizer.step()
+        self.step += 1
+        self.num_tokens += num_rows * row_tokens * self.config.num_processes
+        return {name: loss.item() for name, loss in parts.items()}
+
+    def lr_share(self, share: float) -> float:
+        """The learning rate at a share of the time: warm-up in steps, constant, then linear to the final share."""
+        falling = max(0.0, share - self.config.constant_share) / (1 - self.config.constant_share)
+        level = 1 - min(1.0, falling) * (1 - self.config.final_lr_share)
+        return level * min(1.0, (self.step + 1) / self.config.warmup_steps)
+
+    def save(self) -> None:
+        """Write everything needed to go on. Changes: state.pt, in one move."""
+        state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers],
+                 "step": self.step, "elapsed_s": self.elapsed_s, "num_tokens": self.num_tokens}  # fmt: skip
+        torch.save(state, self.out / "state.tmp")
+        os.replace(self.out / "state.tmp", self.out / "state.pt")
+
+    def load(self) -> None:
+        """Go on from state.pt. Changes: the model, the optimizers, the counts."""
+        state = torch.load(self.out / "state.pt", weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step, self.elapsed_s, self.num_tokens = state["step"], state["elapsed_s"], state["num_tokens"]
+
+
+def run_process(rank: int, model_config: ModelConfig, config: TrainConfig, out: Path, store: str) -> None:
+    """One training process: pinned to its core, in step with the others until the time is up."""
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) >= config.num_processes:
+        os.sched_setaffinity(0, {cores[rank]})
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=config.num_processes)
+    torch._dynamo.config.recompile_limit = 128
+    # By default a compiled backward pass runs under the forward's autocast, and the triangular solve's gradient is NaN.
+    torch._functorch.config.backward_pass_autocast = "off"
+    trainer = Trainer(model_config, config, out, rank, load_corpus())
+    clock = torch.zeros(1, dtype=torch.float64)
+    started, saved_s = time.monotonic() - trainer.elapsed_s, trainer.elapsed_s
+    bar = tqdm(total=round(60 * config.minutes), unit="s", disable=rank > 0, mininterval=5)
+    with (out / "losses.jsonl").open("a") as log:
+        while trainer.elapsed_s < 60 * config.minutes:
+            parts = trainer.train_step()
+            clock[0] = time.monotonic() - started
+            dist.broadcast(clock, 0)  # one clock decides for all
+            trainer.elapsed_s = clock.item()
+            if rank == 0:
+                bar.n = round(trainer.elapsed_s)
+                bar.set_postfix(step=trainer.step, MB=f"{trainer.num_tokens / 1e6:.1f}", bits=f"{parts['main'] / np.log(2):.3f}")
+                log.write(json.dumps({"step": trainer.step, "s": round(trainer.elapsed_s, 1), "tokens": trainer.num_tokens, **parts}) + "\n")
+                if trainer.elapsed_s - saved_s > config.save_every_s:
+                    log.flush()
+                    trainer.save()
+                    saved_s = trainer.elapsed_s
+    if rank == 0:
+        trainer.save()
+    dist.destroy_process_group()
+
+
+def train(model_config: ModelConfig, config: TrainConfig, out: str | Path) -> Path:
+    """Train a model from the running Python's own library, and return the folder of the training state.
+
+    Arguments:
+        model_config: the shape.
+        config: how; see TrainConfig.
+        out: a folder; a state.pt in it is gone on from.
+    Changes: writes state.pt (weights, optimizers, counts) and losses.jsonl there.
+    """
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    os.environ.update(PROCESS_SETTINGS)  # read by the processes when they start
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(run_process, (model_config, config, out, f"{folder}/store"), nprocs=config.num_processes)
+    return out

@@ -1,0 +1,1 @@
+"""What an engineer tunes, and on what: workloads, their public traces, a cost model of steps, prices."""
