@@ -39,16 +39,17 @@ class TrainConfig:
 
     Fields: `minutes` of wall time; `row_tokens` pairs (share of the time, tokens per row), shares rising to 1;
     `tokens_per_process` of each step; `practice_share` and `tests_share` of the rows, the rest being library text;
-    loss weights of the two MTP depths (the second in the last 40 % of the time), of balance and of router size.
+    loss weights of the two MTP depths (the second from `mtp_deep_from` of the time on), of balance and of router size.
     """
 
-    minutes: float = 80.0
+    minutes: float = 82.0
     num_processes: int = 2
     tokens_per_process: int = 4096
-    row_tokens: tuple[tuple[float, int], ...] = ((0.65, 1024), (0.9, 2048), (1.0, 4096))
+    row_tokens: tuple[tuple[float, int], ...] = ((0.75, 512), (0.94, 2048), (1.0, 4096))
     practice_share: float = 0.2
-    tests_share: float = 0.2
+    tests_share: float = 0.1
     mtp_weights: tuple[float, float] = (0.2, 0.1)
+    mtp_deep_from: float = 0.7
     balance_weight: float = 0.003
     router_weight: float = 1e-4
     warmup_steps: int = 40
@@ -62,9 +63,9 @@ def tiny_config() -> ModelConfig:
     """The hybrid model that ships: three Gated DeltaNet layers, one gated attention, twice."""
     return ModelConfig(
         vocab_size=264, hidden_size=160, num_hidden_layers=8, layer_types=(LINEAR, LINEAR, LINEAR, FULL) * 2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, linear_num_key_heads=1, linear_num_value_heads=2,
         linear_key_head_dim=64, linear_value_head_dim=64, num_experts=16, num_experts_per_tok=2,
-        moe_intermediate_size=40, shared_expert_intermediate_size=96, mtp_num_hidden_layers=1, rope_theta=10_000.0,
+        moe_intermediate_size=40, shared_expert_intermediate_size=128, mtp_num_hidden_layers=1, rope_theta=10_000.0,
         max_position_embeddings=8192, eos_token_ids=(256, 258),
     )  # fmt: skip
 
@@ -120,7 +121,8 @@ class TrainMemory:
         state = g.new_zeros(self.num_rows, v.shape[1], k.shape[2], v.shape[2])
         with torch.autocast("cpu", enabled=False):  # differences of sums of g want float32
             terms = within_chunks(*(self.rows(x) for x in (q, k, v, g, beta)), CHUNK)
-        return carry_state(terms, state)[0].flatten(0, 1).to(v.dtype)
+            out, _ = carry_state(terms, state)
+        return out.flatten(0, 1).to(v.dtype)
 
 
 @torch.no_grad()
@@ -219,7 +221,7 @@ class Trainer:
         num_rows = max(1, self.config.tokens_per_process // row_tokens)
         rows = make_batch(self.corpus, self.config, num_rows, row_tokens, [self.config.seed, self.step, self.rank])
         with torch.autocast("cpu", torch.bfloat16):
-            parts = losses(self.model, rows, self.config, deep=share >= 0.6)
+            parts = losses(self.model, rows, self.config, deep=share >= self.config.mtp_deep_from)
         weights = {"main": 1.0, "mtp1": self.config.mtp_weights[0], "mtp2": self.config.mtp_weights[1],
                    "balance": self.config.balance_weight, "router": self.config.router_weight}  # fmt: skip
         self.flat_grad.zero_()

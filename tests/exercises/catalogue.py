@@ -5,7 +5,6 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -56,17 +55,14 @@ def chapters() -> list[str]:
 
 def entries(chapter: str) -> dict[str, Entry]:
     """The exercises of a chapter by number, in order."""
-    return dict(_entries(chapter, (ROOT / "solutions" / f"{chapter}.py").read_text("utf-8")))
-
-
-@lru_cache
-def _entries(chapter: str, text: str) -> dict[str, Entry]:
-    """The exercises in the text of a chapter's solutions."""
     marker, found = load(ROOT / "exercises" / "sync.py").MARKER, {}
+    text = (ROOT / "solutions" / f"{chapter}.py").read_text("utf-8")
     for node in ast.parse(text).body:
-        source = ast.get_source_segment(text, node) or ""
-        match = marker.search(source)
-        if match and isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            continue
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        source = "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+        if match := marker.search(source):
             _, number, minutes, level, _ = match.groups()
             if number in found:
                 raise ValueError(f"{chapter}: {found[number].name} and {node.name} both have the number {number}")

@@ -20,7 +20,7 @@ from functools import cached_property
 
 from comparing import Raised, difference, num_leaves, show
 
-TIME_LIMIT_S = 20
+TIME_LIMIT_S = 10
 
 
 class ToDo(Exception):
@@ -133,34 +133,44 @@ class Exercise:
             if isinstance(case.want, AtLeast) and isinstance(outcome, (int, float)):
                 self.score = float(outcome)
             if wrong:
-                hints = self.likely(name, cases, case) if self._mistakes else []
+                is_endless = isinstance(outcome, Raised) and outcome.kind == NeverEnds.__name__
+                hints = self.likely(name, cases, case) if self._mistakes and not is_endless else []
                 raise WrongAnswer(_message(name, case, outcome, wrong, hints))
 
     def likely(self, name: str, cases: list[Case], shown: Case) -> list[str]:
-        """In words, the mistakes that give the same wrong answer on the shown input, and the most equal ones on all.
+        """In words, which known mistakes explain a wrong answer.
 
-        Where no mistake gives the whole of a wrong dict or tuple, the ones that give its first wrong entry are named:
-        somebody may have made two mistakes at once.
+        The first that finds any: the same answer on the shown input; the same first wrong entry of a dict or tuple,
+        for somebody may have made two mistakes at once; the same answer on at least half of the inputs it is wrong on.
         """
-        mine = [case.outcome(getattr(self, name)) for case in cases]
+        mine, at = [case.outcome(getattr(self, name)) for case in cases], cases.index(shown)
         theirs = {m: [case.outcome(m.function) for case in cases] for m in self._mistakes(name)}
-        at = cases.index(shown)
-        if found := _most_alike(mine, theirs, at):
+        everywhere = list(range(len(cases)))
+        if found := _most_alike(mine, theirs, everywhere, at):
             return [f"looks like {mistake.name}: {mistake.hint}" for mistake in found]
-        key = _first_wrong_key(mine[at], shown)
-        entries = {m: [_parts(outcome).get(key) for outcome in outcomes] for m, outcomes in theirs.items()}
-        if key is not None and (found := _most_alike([_parts(outcome).get(key) for outcome in mine], entries, at)):
-            return [f"in part, [{key!r}] looks like {mistake.name}: {mistake.hint}" for mistake in found]
-        return ["looks like none of the usual mistakes, or like several at once"]
+        if (key := _first_wrong_key(mine[at], shown)) is not None:
+            my_entry = [_parts(outcome).get(key) for outcome in mine]
+            their_entry = {m: [_parts(outcome).get(key) for outcome in outcomes] for m, outcomes in theirs.items()}
+            if found := _most_alike(my_entry, their_entry, everywhere, at):
+                return [f"in part, [{key!r}] looks like {mistake.name}: {mistake.hint}" for mistake in found]
+        wrong = [i for i in everywhere if cases[i].is_wrong(mine[i])]
+        if found := _most_alike(mine, theirs, wrong):
+            return [f"in part, on other inputs, looks like {mistake.name}: {mistake.hint}" for mistake in found]
+        return (
+            [] if isinstance(mine[at], Raised) else ["looks like none of the usual mistakes, or like several at once"]
+        )
 
 
-def _most_alike(mine: list, theirs: dict[Mistake, list], at: int) -> list[Mistake]:
-    """The mistakes with the same outcome at index `at`; of these, those with the most equal outcomes."""
+def _most_alike(mine: list, theirs: dict[Mistake, list], where: list[int], at: int | None = None) -> list[Mistake]:
+    """The mistakes whose outcomes equal mine most often, in the places `where`.
+
+    Only those that do at index `at`; without one, only those that do in half of the places.
+    """
     num_equal = {}
     for mistake, outcomes in theirs.items():
-        same = [difference(a, b, 1e-6, 1e-9) is None for a, b in zip(mine, outcomes, strict=True)]
-        if same[at]:
-            num_equal[mistake] = sum(same)
+        same = [i for i in where if difference(mine[i], outcomes[i], 1e-6, 1e-9) is None]
+        if (at in same) if at is not None else (2 * len(same) >= len(where)):
+            num_equal[mistake] = len(same)
     return [mistake for mistake, num in num_equal.items() if num == max(num_equal.values())]
 
 

@@ -72,10 +72,11 @@ def _is_close(got, want: Number, rtol: float, atol: float) -> bool:
 def _mapping_difference(got, want: Mapping, rtol: float, atol: float, path: str) -> str | None:
     """The first difference of two dicts."""
     if not isinstance(got, Mapping):
-        return f"{path or 'the result'} is {_kind(got)}, should be a dict"
-    for word, keys in (("no", want.keys() - got.keys()), ("an unexpected", got.keys() - want.keys())):
-        if keys:
-            return f"{path or 'the result'} has {word} key {sorted(keys, key=str)[0]!r}"
+        return f"{path or 'the result'} is {_kind(got)}; it should be a dict"
+    missing, unexpected = [key for key in want if key not in got], [key for key in got if key not in want]
+    if missing or unexpected:
+        words = [f"no key {missing[0]!r}"] * bool(missing) + [f"an unexpected key {unexpected[0]!r}"] * bool(unexpected)
+        return f"{path or 'the result'} has {' but '.join(words)}"
     found = (difference(got[key], want[key], rtol, atol, f"{path}[{key!r}]") for key in want)
     return next((text for text in found if text), None)
 
@@ -83,7 +84,7 @@ def _mapping_difference(got, want: Mapping, rtol: float, atol: float, path: str)
 def _sequence_difference(got, want: Sequence, rtol: float, atol: float, path: str) -> str | None:
     """The first difference of two lists."""
     if not isinstance(got, Sequence) or isinstance(got, (str, bytes)):
-        return f"{path or 'the result'} is {_kind(got)}, should be a {type(want).__name__} of {len(want)}"
+        return f"{path or 'the result'} is {_kind(got)}; it should be a {type(want).__name__} of {len(want)}"
     if len(got) != len(want):
         return f"{path or 'the result'} has {len(got)} entries, should have {len(want)}"
     found = (difference(g, w, rtol, atol, f"{path}[{i}]") for i, (g, w) in enumerate(zip(got, want, strict=True)))
@@ -93,7 +94,7 @@ def _sequence_difference(got, want: Sequence, rtol: float, atol: float, path: st
 def _tensor_difference(got, want: torch.Tensor, rtol: float, atol: float, at: str) -> str | None:
     """The first difference of two tensors, with its place."""
     if not isinstance(got, torch.Tensor):
-        return f"{at}{_kind(got)}, should be a tensor of shape {list(want.shape)}"
+        return f"{at}{_kind(got)}; it should be a tensor of shape {list(want.shape)}"
     for name in ("shape", "dtype"):
         if getattr(got, name) != getattr(want, name):
             mine, right = (_short(getattr(x, name)) for x in (got, want))
@@ -108,7 +109,7 @@ def _tensor_difference(got, want: torch.Tensor, rtol: float, atol: float, at: st
 
 def _kind(x) -> str:
     """A value and its type, for a message on a wrong type."""
-    return f"{show(x)} (a {type(x).__name__})"
+    return f"{show(x)}, of type {type(x).__name__}"
 
 
 def _short(x) -> str:

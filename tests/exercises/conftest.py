@@ -30,13 +30,22 @@ def pytest_configure(config):
     config.stash[_progress] = {}
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Spare a reader who checks exercises the project's own tests of them. The whole suite runs them."""
+    return True if _is_readers_run(config) and not collection_path.name.startswith("test_ch") else None
+
+
+def _is_readers_run(config) -> bool:
+    """Whether exercises were asked for. Run with the whole suite, this file is found too late to add its options."""
+    return hasattr(config.option, "target")
+
+
 @pytest.fixture(scope="module")
 def load_target(request):
     """A function that loads the file under check; once for all its exercises."""
     chapter, loaded = request.path.stem.removeprefix("test_"), []
 
     def load():
-        # Run as part of the whole suite this file is found too late to add its options, hence the defaults.
         loaded.append(loaded[0] if loaded else target(chapter, request.config.getoption("target", "exercises")))
         return loaded[0]
 
@@ -83,7 +92,7 @@ def pytest_report_teststatus(report):
 def pytest_terminal_summary(terminalreporter, config):
     """Print the progress table, when it was exercises that were asked for."""
     progress = config.stash.get(_progress, {})
-    if not progress or not hasattr(config.option, "target"):
+    if not progress or not _is_readers_run(config):
         return
     known = {number: entry for chapter in chapters() for number, entry in entries(chapter).items()}
     terminalreporter.section("progress")

@@ -63,7 +63,7 @@ def test_every_check_finds_a_stub_to_do(chapter, tmp_path):
             check(Exercise(lambda: load(path)))
 
 
-@pytest.mark.parametrize("chapter, wrong", MISTAKES, ids=[wrong.name for _, wrong in MISTAKES])
+@pytest.mark.parametrize("chapter, wrong", MISTAKES, ids=[f"{chapter}-{wrong.name}" for chapter, wrong in MISTAKES])
 def test_wrong_solution_is_rejected_and_named(chapter, wrong):
     module = with_mistake(load(ROOT / "solutions" / f"{chapter}.py"), entries(chapter)[wrong.number], wrong)
     with pytest.raises(WrongAnswer) as caught:
@@ -94,7 +94,7 @@ def test_docstrings_are_short_and_their_examples_run(chapter):
     for entry in entries(chapter).values():
         documented = ast.get_docstring(ast.parse(entry.given + entry.body).body[0]) or ""
         assert ">>>" in documented, f"{entry.name} has no example"
-        num_lines, limit = documented.count("\n") + 1, max(20, 2 * (entry.body.count("\n") - 1))
+        num_lines, limit = documented.count("\n") + 1, max(20, 2 * entry.body.count("\n"))
         assert num_lines <= limit, f"{entry.name}: {num_lines} lines of docstring, at most {limit}"
     results = doctest.testmod(solution)
     assert results.attempted and not results.failed
@@ -113,18 +113,14 @@ def copy_of_the_book(tmp_path):
 
 def run_pytest(root, *arguments):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *arguments]
-    return subprocess.run([*command, f"--rootdir={root}"], cwd=root, capture_output=True, text=True, timeout=300)
+    return subprocess.run([*command, f"--rootdir={root}"], cwd=root, capture_output=True, text=True, timeout=600)
 
 
 def test_a_reader_sees_what_is_to_do_and_what_is_wrong(copy_of_the_book):
-    check = "tests/exercises/test_ch01_serving.py"
-    run = run_pytest(copy_of_the_book, check)
-    assert run.returncode == 0 and "7 to do" in run.stdout, run.stdout + run.stderr
-
     path = copy_of_the_book / "exercises" / "ch01_serving.py"
     answer = "return machine.overhead_s + num_bytes / machine.bytes_per_s + flops / machine.flops_per_s[dtype]"
     path.write_text(path.read_text("utf-8").replace('raise NotImplementedError("exercise 1.4")', answer), "utf-8")
-    run = run_pytest(copy_of_the_book, check, "--hint")
+    run = run_pytest(copy_of_the_book, "tests/exercises/test_ch01_serving.py", "--hint")
     assert run.returncode == 1 and "1 failed, 6 to do" in run.stdout, run.stdout + run.stderr
     assert "sum_for_max" in run.stdout and "expected:  3.5" in run.stdout and "Traceback" not in run.stdout, run.stdout
 

@@ -17,7 +17,7 @@ LIBRARY = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "minserve
 
 CELLAR = {"errors", "attention_merge"}
 GROUND = {"batching", "paging", "radix", "deltanet", "speculation", "quantization", "experts"}
-TOP = {"__init__", "__main__", "llm", "disaggregation", "tuning", "server", "bench", "race"}
+TOP = {"__init__", "__main__", "llm", "disaggregation", "tuning", "server", "bench", "race", "doctor"}
 BASE = {"torch", "numpy", "einops", "jaxtyping", "safetensors", "tqdm"}
 OWNED = {
     "triton": "*_triton.py",
