@@ -99,7 +99,8 @@ def run_bench(args: argparse.Namespace) -> int:
 def run_train(args: argparse.Namespace) -> int:
     """Train, then measure and write the checkpoint."""
     from minserve.model.publish import publish
-    from minserve.model.train import TrainConfig, shape, train
+    from minserve.model.shipped_shapes import shape
+    from minserve.model.train import TrainConfig, train
 
     config = shape(args.shape)
     state = train(config, TrainConfig(minutes=args.minutes), args.out)

@@ -33,7 +33,11 @@ class DecodeResult:
 
 
 def bench_decode(
-    path: str | Path | None = None, prompt: str = "def area(", num_tokens: int = 128, rounds: int = 5, against: str | None = None
+    path: str | Path | None = None,
+    prompt: str = "def area(",
+    num_tokens: int = 128,
+    rounds: int = 5,
+    against: str | None = None,
 ) -> list[DecodeResult]:
     """Decode greedily at batch 1 with the plain loop and, if asked, with transformers on the same weights.
 
@@ -61,7 +65,12 @@ def bench_decode(
                 speeds[name].append((num_tokens - 1) / duration_s)
     peer = speeds[list(runs)[-1]]
     return [
-        DecodeResult(name, statistics.median(values), statistics.median(a / b for a, b in zip(values, peer, strict=True)), tokens[name])
+        DecodeResult(
+            name,
+            statistics.median(values),
+            statistics.median(a / b for a, b in zip(values, peer, strict=True)),
+            tokens[name],
+        )
         for name, values in speeds.items()
     ]
 

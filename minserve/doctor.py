@@ -52,8 +52,8 @@ def _model(folder: Path) -> list[str]:
     counts = count_parameters(config)
     total = counts.total_with_mtp
     lines = [
-        f"model         {folder.name}: {config.num_linear_layers} Gated DeltaNet + {config.num_full_layers} gated attention layers, "
-        f"context {config.max_position_embeddings}",
+        f"model         {folder.name}: {config.num_linear_layers} Gated DeltaNet + {config.num_full_layers} gated "
+        f"attention layers, context {config.max_position_embeddings}",
         f"parameters    {total:,} resident, {counts.active:,} active per token ({counts.active / total:.0%})",
     ]
     if config.is_moe:

@@ -122,7 +122,9 @@ class LLM:
 
     def _admit(self, prompts: object, params: object) -> list[list[Request]]:
         """Check all prompts first, so that a bad one stops nothing halfway; one request per wanted output."""
-        listed = [prompts] if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)) else list(prompts)
+        listed = (
+            [prompts] if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)) else list(prompts)
+        )
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(listed)
         if len(params) != len(listed):

@@ -111,7 +111,7 @@ def within_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chun
 
 
 def across_chunks(terms: ChunkTerms, state: Float[Tensor, "batch heads key_dim value_dim"]) -> tuple[Tensor, Tensor]:
-    """Carry the state through the chunks, one after the other: outputs [batch tokens heads value_dim] and last state."""
+    """Carry the state through the chunks, one after the other: outputs [batch tokens heads dim] and the last state."""
     memory, outs = state.to(terms.keep.dtype), []
     for from_values, from_state, scores, q, k, keep in zip(*(x.unbind(2) for x in terms), strict=True):
         delta = from_values - from_state @ memory

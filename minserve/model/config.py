@@ -201,7 +201,7 @@ _REQUIRED_DENSE = ("intermediate_size",)
 # What this decoder computes; another value would silently change the numbers.
 _SUPPORTED = MappingProxyType({
     "hidden_act": "silu", "attention_bias": False, "attn_output_gate": True, "norm_topk_prob": True,
-    "decoder_sparse_step": 1, "mlp_only_layers": [], "mtp_use_dedicated_embeddings": False, "use_sliding_window": False,
+    "decoder_sparse_step": 1, "mlp_only_layers": (), "mtp_use_dedicated_embeddings": False, "use_sliding_window": False,
 })  # fmt: skip
 
 # Fields of published configs that say nothing about what the text decoder computes (or that are read elsewhere).
@@ -230,7 +230,8 @@ def _layer_types(text: Mapping) -> tuple[str, ...]:
 def _refuse_unsupported(text: Mapping, rope: Mapping) -> None:
     """Name what this decoder does not compute."""
     for field, value in _SUPPORTED.items():
-        if text.get(field) is not None and text[field] != value:
+        given = tuple(text[field]) if isinstance(text.get(field), list) else text.get(field)
+        if given is not None and given != value:
             raise CheckpointError(f"config.json: {field} is {text[field]!r}; this decoder computes {value!r}")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":

@@ -1,7 +1,7 @@
 """The text that the shipped model learns from: what every Python already has on its disk.
 
 The standard library's sources, and the language reference inside `pydoc_data.topics`. Which files are held out is
-decided by a hash of their name, so it does not depend on the machine; held-out text that repeats trained text is removed.
+decided by a hash of their name, so it does not depend on the machine; held-out text that repeats trained text is cut.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from minserve.clock import RealClock
 from minserve.events import EventLog
 from minserve.model.corpus import END_OF_TEXT
 from minserve.model.hybrid_lm import HybridLM
+from minserve.model.losses import TrainMemory
 from minserve.model.naive import run_alone
 from minserve.model.practice import NAMES, Practice, ids, turn
 from minserve.model.step import Step
-from minserve.model.train import TrainMemory
 from minserve.request import Request, SamplingParams
 
 CONTEXT_TOKENS, WINDOW_TOKENS = 512, 2048
@@ -86,7 +86,9 @@ def bits_per_byte(model: HybridLM, texts: list[str]) -> tuple[float, int]:
     for tokens, context in tqdm([w for text in texts for w in windows(text)], desc="bits per byte"):
         logits = model(whole_step(tokens), WholeText(len(tokens))).logits
         targets = torch.tensor(tokens[context:])
-        bits += torch.nn.functional.cross_entropy(logits[context - 1 : -1], targets, reduction="sum").item() / math.log(2)
+        bits += torch.nn.functional.cross_entropy(logits[context - 1 : -1], targets, reduction="sum").item() / math.log(
+            2
+        )
         num_bytes += len(targets)
     return bits / num_bytes, num_bytes
 
@@ -108,7 +110,9 @@ def observe(model: HybridLM, texts: list[str]) -> dict:
 
 
 @torch.inference_mode()
-def draft_probs(model: HybridLM, tokens: list[int], depth: int, temperature: float) -> tuple[list[Tensor], list[Tensor]]:
+def draft_probs(
+    model: HybridLM, tokens: list[int], depth: int, temperature: float
+) -> tuple[list[Tensor], list[Tensor]]:
     """Target and draft distributions of a text at each depth, aligned: entry j of depth d speaks of token j + d + 1.
 
     Returns (p, q), each a list over depths 1..depth of [len(tokens) - depth - 1, vocab].
@@ -127,7 +131,7 @@ def draft_probs(model: HybridLM, tokens: list[int], depth: int, temperature: flo
 
 
 def acceptance_on_text(model: HybridLM, texts: list[str], depth: int = 3) -> tuple[list[float], float]:
-    """How often the likeliest drafts of depths 1..d all equal the real text, and how often the first equals the model's."""
+    """How often the likeliest drafts of depths 1..d equal the text, and the first the model's choice."""
     right, same, total = torch.zeros(depth), 0, 0
     for text in tqdm(texts, desc="drafts on text"):
         tokens = [END_OF_TEXT, *text.encode()][:WINDOW_TOKENS]
@@ -181,7 +185,9 @@ def recall_prompt(practice: Practice, reach: int, chat: bool) -> tuple[list[int]
     return asked, ids(f"{name} = {value}") + [258]
 
 
-def recall_accuracy(model: HybridLM, held_out: Int[np.ndarray, " tokens"], reach: int, chat: bool, num: int = 25) -> float:
+def recall_accuracy(
+    model: HybridLM, held_out: Int[np.ndarray, " tokens"], reach: int, chat: bool, num: int = 25
+) -> float:
     """Share of questions about an early value that greedy decoding answers to the last byte."""
     practice = Practice(held_out, np.random.default_rng([7, reach, chat]))
     right = 0
@@ -192,7 +198,7 @@ def recall_accuracy(model: HybridLM, held_out: Int[np.ndarray, " tokens"], reach
 
 
 def copy_accuracy(model: HybridLM, held_out: Int[np.ndarray, " tokens"], num: int = 50, span: int = 64) -> float:
-    """Share of bytes that greedy decoding copies right of a held-out passage pasted a second time, after its first 32."""
+    """Share of bytes that greedy decoding copies right, of a held-out passage pasted again, after its first 32."""
     practice, right = Practice(held_out, np.random.default_rng(11)), 0
     for _ in tqdm(range(num), desc="copy", leave=False):
         passage = practice.filler(32 + span)
@@ -218,7 +224,9 @@ def loop_share(model: HybridLM, texts: list[str], num: int = 100) -> float:
     for i in tqdm(range(num), desc="loops", leave=False):
         text = texts[i % len(texts)].encode()
         start = (i * 997) % max(1, len(text) - 128)
-        looping += loops(complete(model, list(text[start : start + 128]), SamplingParams(max_tokens=128, ignore_eos=True)).output_ids)
+        looping += loops(
+            complete(model, list(text[start : start + 128]), SamplingParams(max_tokens=128, ignore_eos=True)).output_ids
+        )
     return looping / num
 
 

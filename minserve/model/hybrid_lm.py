@@ -46,7 +46,9 @@ class HybridLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = Trunk(config, impl)
-        self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = (
+            None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        )
         self.mtp = MTPHead(config, impl) if config.mtp_num_hidden_layers else None
 
     @classmethod

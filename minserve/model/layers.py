@@ -1,7 +1,7 @@
 """The layers of the Qwen3.5 decoder, each a box that computes and remembers nothing.
 
 All work on packed tokens [tokens, hidden]; what must be remembered goes through `memory`. Parameter names are those of
-the published checkpoints. Gated attention: Qiu et al. (arXiv 2505.06708). Gated DeltaNet: Yang et al. (arXiv 2412.06464).
+the published checkpoints. Gated attention: Qiu et al., arXiv 2505.06708. Gated DeltaNet: Yang et al., arXiv 2412.06464.
 """
 
 from __future__ import annotations
@@ -118,7 +118,11 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
         hidden, heads = config.hidden_size, config.linear_num_value_heads
-        self.index, self.key_head_dim, self.value_head_dim = index, config.linear_key_head_dim, config.linear_value_head_dim
+        self.index, self.key_head_dim, self.value_head_dim = (
+            index,
+            config.linear_key_head_dim,
+            config.linear_value_head_dim,
+        )
         self.widths = [config.key_dim, config.key_dim, config.value_dim]
         self.in_proj_qkv = nn.Linear(hidden, config.conv_channels, bias=False)
         self.in_proj_z = nn.Linear(hidden, config.value_dim, bias=False)
@@ -198,7 +202,9 @@ class DecoderLayer(nn.Module):
         else:
             self.linear_attn = GatedDeltaNet(config, index)
         self.kind = kind
-        self.mlp = MixtureOfExperts(config, impl) if config.is_moe else DenseMLP(config.hidden_size, config.intermediate_size)
+        self.mlp = (
+            MixtureOfExperts(config, impl) if config.is_moe else DenseMLP(config.hidden_size, config.intermediate_size)
+        )
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

@@ -121,7 +121,7 @@ def run_alone(model: HybridLM, request: Request, log: EventLog, batch_tokens: in
 
 
 def _score_prompt(request: Request, logits: Float[Tensor, "tokens vocab"], start: int) -> None:
-    """Record how likely each prompt token was; row i speaks of token start + i + 1. Changes: request.prompt_logprobs."""
+    """Record how likely each prompt token was; row i speaks of token start + i + 1. Changes: the request."""
     request.prompt_logprobs = request.prompt_logprobs or [None]
     for row, token in zip(logits, request.prompt_ids[start + 1 :], strict=False):
         request.prompt_logprobs.append(token_logprobs(row, token, request.params.prompt_logprobs))

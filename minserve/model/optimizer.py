@@ -11,10 +11,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-ADAM_NAMES = ("embed_tokens", "lm_head", "norm", "conv1d", "A_log", "dt_bias", "mlp.gate.", "shared_expert_gate", "in_proj_a", "in_proj_b")
+ADAM_NAMES = (
+    "embed_tokens",
+    "lm_head",
+    "norm",
+    "conv1d",
+    "A_log",
+    "dt_bias",
+    "mlp.gate.",
+    "shared_expert_gate",
+    "in_proj_a",
+    "in_proj_b",
+)
 
 
-def orthogonalize(matrix: Float[Tensor, "*stack rows columns"], num_iterations: int = 5) -> Float[Tensor, "*stack rows columns"]:
+def orthogonalize(
+    matrix: Float[Tensor, "*stack rows columns"], num_iterations: int = 5
+) -> Float[Tensor, "*stack rows columns"]:
     """Approximate U V^T of each matrix's singular value decomposition by a quintic Newton-Schulz iteration."""
     x = matrix.bfloat16()
     tall = x.shape[-2] > x.shape[-1]

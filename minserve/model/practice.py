@@ -10,10 +10,12 @@ from __future__ import annotations
 import numpy as np
 
 END_OF_TEXT, IM_START, IM_END = 256, 257, 258
-NAMES = tuple(
-    "port host user timeout retries color city limit width height level name mode count size rate depth token path day "
-    "month year room seat code speed price weight phone team owner region zone batch seed delay cache queue page".split()
-)
+NAMES = (
+    "port", "host", "user", "timeout", "retries", "color", "city", "limit", "width", "height", "level", "name",
+    "mode", "count", "size", "rate", "depth", "token", "path", "day", "month", "year", "room", "seat", "code",
+    "speed", "price", "weight", "phone", "team", "owner", "region", "zone", "batch", "seed", "delay", "cache",
+    "queue", "page",
+)  # fmt: skip
 SYSTEM_PROMPTS = (
     "You are a helpful assistant. Answer from the notes.",
     "You are a careful assistant. You remember what the user tells you.",
@@ -26,7 +28,16 @@ class Practice:
 
     def __init__(self, corpus: np.ndarray, rng: np.random.Generator):
         self.corpus, self.rng = corpus, rng
-        self.makers = (self.settings, self.settings, self.chat, self.chat, self.chat, self.pasted, self.table, self.echo)
+        self.makers = (
+            self.settings,
+            self.settings,
+            self.chat,
+            self.chat,
+            self.chat,
+            self.pasted,
+            self.table,
+            self.echo,
+        )
 
     def row(self, num_tokens: int) -> list[int]:
         """A row of exactly `num_tokens` tokens of practice documents, the last one cut."""
@@ -48,11 +59,15 @@ class Practice:
         rng, facts = self.rng, self.facts()
         turns = [("system", ids(self.pick(SYSTEM_PROMPTS)))]
         for name, value in facts:
-            turns += [("user", ids(self.pick((f"{name} = {value}", f"The {name} is {value}.", f"Note: {name} = {value}"))))]
+            turns += [
+                ("user", ids(self.pick((f"{name} = {value}", f"The {name} is {value}.", f"Note: {name} = {value}"))))
+            ]
             turns += [("assistant", ids(self.pick(("ok", "Noted.", f"ok, {name} = {value}"))))]
         while reach > 40:
             wanted = int(min(reach, rng.integers(30, 400)))
-            turns += [("user", ids(self.pick(("Show me some code.", "Go on.", "Write a function.", "What comes next?"))))]
+            turns += [
+                ("user", ids(self.pick(("Show me some code.", "Go on.", "Write a function.", "What comes next?"))))
+            ]
             turns += [("assistant", self.filler(wanted))]
             reach -= wanted + 60
         for name, value in self.shuffled(facts):
@@ -75,12 +90,16 @@ class Practice:
 
     def echo(self, reach: int) -> list[int]:
         """A random string repeated a few times, on lines of their own: nothing but copying predicts it."""
-        line = " ".join(self.value() if self.rng.random() < 0.5 else self.word() for _ in range(self.rng.integers(2, 9)))
+        line = " ".join(
+            self.value() if self.rng.random() < 0.5 else self.word() for _ in range(self.rng.integers(2, 9))
+        )
         return ids((line + "\n") * int(self.rng.integers(2, 5)))
 
     def facts(self) -> list[tuple[str, str]]:
         """One to five names with values, no name twice."""
-        names = dict.fromkeys(self.pick(NAMES) if self.rng.random() < 0.7 else self.word() for _ in range(self.rng.integers(1, 6)))
+        names = dict.fromkeys(
+            self.pick(NAMES) if self.rng.random() < 0.7 else self.word() for _ in range(self.rng.integers(1, 6))
+        )
         return [(name, self.value() if self.rng.random() < 0.7 else self.word()) for name in names]
 
     def filler(self, num_tokens: int) -> list[int]:

@@ -42,10 +42,13 @@ def publish(state_folder: str | Path, config: ModelConfig, out: str | Path) -> P
             figures.json and README.md.
     """
     state = torch.load(Path(state_folder) / "state.pt", weights_only=True)
-    tensors = {name.replace("_orig_mod.", ""): tensor for name, tensor in state["model"].items()}
-    write_checkpoint(out, config, tensors, files=byte_tokenizer_files())
+    write_checkpoint(out, config, state["model"], files=byte_tokenizer_files())
     model = HybridLM.from_checkpoint(out)
-    training = {"num_steps": state["step"], "num_tokens": state["num_tokens"], "minutes": round(state["elapsed_s"] / 60, 1)}
+    training = {
+        "num_steps": state["step"],
+        "num_tokens": state["num_tokens"],
+        "minutes": round(state["elapsed_s"] / 60, 1),
+    }
     figures = {"python": platform.python_version(), "training": training, **measure(model)}
     out = Path(out)
     (out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
@@ -72,7 +75,11 @@ def measure(model: HybridLM) -> dict:
     }
     if model.mtp is not None:
         on_text, same = acceptance_on_text(model, texts)
-        figures["mtp"] = {"on_text": on_text, "first_equals_main": same, "sampled_0.8": acceptance_sampled(model, texts[:16])}
+        figures["mtp"] = {
+            "on_text": on_text,
+            "first_equals_main": same,
+            "sampled_0.8": acceptance_sampled(model, texts[:16]),
+        }
     return figures
 
 
@@ -97,20 +104,36 @@ def model_card(name: str, config: ModelConfig, figures: dict) -> str:
     lines = [
         f"# minserve {name}",
         "",
-        f"A small language model in the checkpoint format of Qwen3.5, trained from scratch by `minserve train --shape {name}`",
-        f"on the sources and the language reference of Python {figures['python']}. It writes Python-like text; it knows nothing.",
+        "A small language model in the checkpoint format of Qwen3.5, trained from scratch by",
+        f"`minserve train --shape {name}` on the sources and the language reference of Python {figures['python']}.",
+        "It writes Python-like text; it knows nothing.",
         "",
-        f"- {counts.total_with_mtp:,} parameters ({counts.active:,} active per token), {config.num_hidden_layers} layers "
-        f"({config.num_linear_layers} Gated DeltaNet, {config.num_full_layers} gated attention), bfloat16, one token per byte",
-        f"- trained for {training['minutes']} minutes on two CPU cores: {training['num_tokens']:,} tokens in {training['num_steps']:,} steps",
+        f"- {counts.total_with_mtp:,} parameters, {counts.active:,} of them active per token",
+        f"- {config.num_linear_layers} Gated DeltaNet and {config.num_full_layers} attention layers; a token is a byte",
+        f"- trained for {training['minutes']} minutes on two CPU cores: {training['num_tokens']:,} tokens "
+        f"in {training['num_steps']:,} steps",
         f"- {held_out['bits_per_byte']:.3f} bits per byte on {held_out['num_bytes']:,} held-out bytes",
-        f"- copies a pasted passage: {figures['copy_accuracy']:.0%} of the bytes; recalls a value ({recall} tokens)",
+        f"- copies a pasted passage: {figures['copy_accuracy']:.0%} of the bytes",
+        f"- recalls a value ({recall} tokens)",
         f"- {figures['loop_share']:.0%} of greedy completions loop: sample at 0.8",
     ]
     if mtp:
         shown = ["/".join(f"{share:.2f}" for share in mtp[kind]) for kind in ("on_text", "sampled_0.8")]
-        lines.append(f"- MTP drafts accepted at depth 1/2/3: {shown[0]} against real text, {shown[1]} when sampling at 0.8")
-    lines += ["", "All figures: figures.json. Licence: that of minserve (MIT); the training text is under the PSF licence.", ""]
+        lines.append(
+            f"- MTP drafts accepted at depth 1/2/3: {shown[0]} against real text, {shown[1]} when sampling at 0.8"
+        )
+    lines += [
+        "",
+        "All figures: figures.json. Licence: that of minserve (MIT); the training text is under the PSF licence.",
+        "",
+    ]
     for sample in figures["samples"]:
-        lines += [f"`{sample['prompt'].strip()}` (seed {sample['seed']})", "", "```", sample["prompt"] + sample["text"], "```", ""]
+        lines += [
+            f"`{sample['prompt'].strip()}` (seed {sample['seed']})",
+            "",
+            "```",
+            sample["prompt"] + sample["text"],
+            "```",
+            "",
+        ]
     return "\n".join(lines)

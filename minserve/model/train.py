@@ -17,20 +17,16 @@ from types import MappingProxyType
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
-from torch.nn import functional as F
 from tqdm import tqdm
 
-from minserve.deltanet.conv_tail import conv_tail
-from minserve.deltanet.gated_delta import across_chunks, within_chunks
-from minserve.model.config import FULL, LINEAR, ModelConfig
+from minserve.model.config import ModelConfig
 from minserve.model.corpus import Corpus, load_corpus
 from minserve.model.hybrid_lm import HybridLM
-from minserve.model.layers import Routing
+from minserve.model.losses import losses
 from minserve.model.optimizer import make_optimizers
 from minserve.model.practice import Practice
-from minserve.model.step import Step
 
 
 @dataclass(frozen=True)
@@ -56,73 +52,16 @@ class TrainConfig:
     constant_share: float = 0.4
     final_lr_share: float = 0.02
     save_every_s: float = 300.0
+    compile_layers: bool = True
     seed: int = 0
 
 
-def tiny_config() -> ModelConfig:
-    """The hybrid model that ships: three Gated DeltaNet layers, one gated attention, twice."""
-    return ModelConfig(
-        vocab_size=264, hidden_size=160, num_hidden_layers=8, layer_types=(LINEAR, LINEAR, LINEAR, FULL) * 2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, linear_num_key_heads=1, linear_num_value_heads=2,
-        linear_key_head_dim=64, linear_value_head_dim=64, num_experts=16, num_experts_per_tok=2,
-        moe_intermediate_size=40, shared_expert_intermediate_size=128, mtp_num_hidden_layers=1, rope_theta=10_000.0,
-        max_position_embeddings=8192, eos_token_ids=(256, 258),
-    )  # fmt: skip
-
-
-def tiny_attention_config() -> ModelConfig:
-    """The small all-attention model: pages alone are its memory."""
-    return ModelConfig(
-        vocab_size=264, hidden_size=128, num_hidden_layers=4, layer_types=(FULL,) * 4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48,
-        shared_expert_intermediate_size=96, rope_theta=10_000.0, max_position_embeddings=8192, eos_token_ids=(256, 258),
-    )  # fmt: skip
-
-
-CHUNK = 64
-# Let the allocator keep freed memory (giving it back and faulting it in again doubles a step's time), and let oneDNN keep
-# every shape's primitive.
+# Let the allocator keep freed memory (giving it back and faulting it in again doubles a step's time), and let oneDNN
+# keep every shape's primitive.
 PROCESS_SETTINGS = MappingProxyType({
     "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**35), "MALLOC_TOP_PAD_": str(2**28),
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "4096", "OMP_NUM_THREADS": "1",
 })  # fmt: skip
-# The loop over chunks is left out of the compiled layers: unrolled, it takes minutes to compile and gains nothing.
-carry_state = torch.compiler.disable(across_chunks)
-
-
-def shape(name: str) -> ModelConfig:
-    """The configuration of a model that ships, by its folder's name."""
-    return {"tiny": tiny_config, "tiny_attention": tiny_attention_config}[name]()
-
-
-class TrainMemory:
-    """The memory of a training step: rows of equal length, all starting from nothing, none kept."""
-
-    def __init__(self, num_rows: int, row_tokens: int):
-        self.num_rows, self.row_tokens = num_rows, row_tokens
-
-    def rows(self, x: Tensor) -> Tensor:
-        """Packed tokens as [rows, tokens of a row, ...]."""
-        return x.unflatten(0, (self.num_rows, self.row_tokens))
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention within each row."""
-        q, k, v = (self.rows(x).transpose(1, 2).to(v.dtype) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out.transpose(1, 2).flatten(0, 1)
-
-    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        """The convolution of each row, from an empty tail."""
-        tail = x.new_zeros(self.num_rows, weight.shape[1] - 1, x.shape[1])
-        return conv_tail(self.rows(x), weight, tail)[0].flatten(0, 1)
-
-    def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """The delta rule over each row, from a zero state."""
-        state = g.new_zeros(self.num_rows, v.shape[1], k.shape[2], v.shape[2])
-        with torch.autocast("cpu", enabled=False):  # differences of sums of g want float32
-            terms = within_chunks(*(self.rows(x) for x in (q, k, v, g, beta)), CHUNK)
-            out, _ = carry_state(terms, state)
-        return out.flatten(0, 1).to(v.dtype)
 
 
 @torch.no_grad()
@@ -146,7 +85,9 @@ def initialize(model: HybridLM, seed: int) -> None:
             p.normal_(0, 0.5 * p.shape[-1] ** -0.5, generator=generator)
 
 
-def make_batch(corpus: Corpus, config: TrainConfig, num_rows: int, row_tokens: int, seed: list[int]) -> Int[Tensor, "rows t"]:
+def make_batch(
+    corpus: Corpus, config: TrainConfig, num_rows: int, row_tokens: int, seed: list[int]
+) -> Int[Tensor, "rows t"]:
     """Draw rows of row_tokens + 3 tokens: the inputs, and the targets of three depths."""
     rng = np.random.default_rng(seed)
     practice = Practice(corpus.library, rng)
@@ -156,43 +97,12 @@ def make_batch(corpus: Corpus, config: TrainConfig, num_rows: int, row_tokens: i
         if kind < config.practice_share:
             rows.append(np.array(practice.row(row_tokens + 3)))
             continue
-        source = corpus.tests if kind < config.practice_share + config.tests_share and len(corpus.tests) else corpus.library
+        source = (
+            corpus.tests if kind < config.practice_share + config.tests_share and len(corpus.tests) else corpus.library
+        )
         start = int(rng.integers(len(source) - row_tokens - 3))
         rows.append(source[start : start + row_tokens + 3])
     return torch.from_numpy(np.stack(rows).astype(np.int64))
-
-
-def balance_loss(routing: Routing) -> Float[Tensor, ""]:
-    """The load-balancing loss of Switch Transformers (arXiv 2101.03961): experts x sum(share of tokens x mean probability)."""
-    probs = routing.logits.softmax(-1)
-    num_experts = probs.shape[-1]
-    chosen = F.one_hot(routing.expert_ids, num_experts).to(probs.dtype).sum(1).mean(0) / routing.expert_ids.shape[1]
-    return num_experts * (chosen * probs.mean(0)).sum()
-
-
-def losses(model: HybridLM, rows: Int[Tensor, "rows t"], config: TrainConfig, deep: bool) -> dict[str, Tensor]:
-    """All losses of a batch in nats: main, MTP at depth 1 and (when `deep`) 2, balance, router."""
-    num_rows, row_tokens = rows.shape[0], rows.shape[1] - 3
-    positions, every = torch.arange(row_tokens).repeat(num_rows), torch.arange(num_rows * row_tokens)
-    starts = torch.arange(num_rows + 1) * row_tokens
-
-    def shifted(by: int) -> tuple[Step, Tensor]:
-        tokens, targets = (rows[:, by + i : by + i + row_tokens].flatten() for i in (0, 1))
-        return Step(tokens, positions + by, starts, every), targets
-
-    memory = TrainMemory(num_rows, row_tokens)
-    step, targets = shifted(0)
-    output = model(step, memory)
-    parts = {"main": F.cross_entropy(output.logits.to(torch.float32), targets)}
-    routings, hidden = list(output.routing), output.hidden
-    for depth in range(1, (2 if deep else 1) + 1 if model.mtp else 1):
-        step, targets = shifted(depth)
-        hidden, routing = model.draft_hidden(step, hidden, memory)
-        parts[f"mtp{depth}"] = F.cross_entropy(model.logits(hidden).to(torch.float32), targets)
-        routings += [routing] if depth == 1 else []
-    parts["balance"] = sum(balance_loss(r) for r in routings) / len(routings)
-    parts["router"] = sum(r.logits.to(torch.float32).logsumexp(-1).square().mean() for r in routings) / len(routings)
-    return parts
 
 
 class Trainer:
@@ -207,7 +117,8 @@ class Trainer:
         self.step, self.elapsed_s, self.num_tokens = 0, 0.0, 0
         if (out / "state.pt").exists():
             self.load()
-        for layer in [*self.model.model.layers, *(self.model.mtp.layers if self.model.mtp else [])]:
+        layers = [*self.model.model.layers, *(self.model.mtp.layers if self.model.mtp else [])]
+        for layer in layers if config.compile_layers else []:
             layer.compile(dynamic=False)
         params = list(self.model.parameters())
         self.flat_grad = torch.zeros(sum(p.numel() for p in params))
@@ -221,7 +132,7 @@ class Trainer:
         num_rows = max(1, self.config.tokens_per_process // row_tokens)
         rows = make_batch(self.corpus, self.config, num_rows, row_tokens, [self.config.seed, self.step, self.rank])
         with torch.autocast("cpu", torch.bfloat16):
-            parts = losses(self.model, rows, self.config, deep=share >= self.config.mtp_deep_from)
+            parts = losses(self.model, rows, deep=share >= self.config.mtp_deep_from)
         weights = {"main": 1.0, "mtp1": self.config.mtp_weights[0], "mtp2": self.config.mtp_weights[1],
                    "balance": self.config.balance_weight, "router": self.config.router_weight}  # fmt: skip
         self.flat_grad.zero_()
@@ -281,8 +192,15 @@ def run_process(rank: int, model_config: ModelConfig, config: TrainConfig, out: 
             trainer.elapsed_s = clock.item()
             if rank == 0:
                 bar.n = round(trainer.elapsed_s)
-                bar.set_postfix(step=trainer.step, MB=f"{trainer.num_tokens / 1e6:.1f}", bits=f"{parts['main'] / np.log(2):.3f}")
-                log.write(json.dumps({"step": trainer.step, "s": round(trainer.elapsed_s, 1), "tokens": trainer.num_tokens, **parts}) + "\n")
+                bar.set_postfix(
+                    step=trainer.step, MB=f"{trainer.num_tokens / 1e6:.1f}", bits=f"{parts['main'] / np.log(2):.3f}"
+                )
+                log.write(
+                    json.dumps(
+                        {"step": trainer.step, "s": round(trainer.elapsed_s, 1), "tokens": trainer.num_tokens, **parts}
+                    )
+                    + "\n"
+                )
                 if trainer.elapsed_s - saved_s > config.save_every_s:
                     log.flush()
                     trainer.save()
@@ -305,5 +223,7 @@ def train(model_config: ModelConfig, config: TrainConfig, out: str | Path) -> Pa
     out.mkdir(parents=True, exist_ok=True)
     os.environ.update(PROCESS_SETTINGS)  # read by the processes when they start
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run_process, (model_config, config, out, f"{folder}/store"), nprocs=config.num_processes)
+        torch.multiprocessing.spawn(
+            run_process, (model_config, config, out, f"{folder}/store"), nprocs=config.num_processes
+        )
     return out

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from catalogue import chapters, entries, mistakes_of, target  # noqa: E402
 from checks import Exercise, ToDo, WrongAnswer  # noqa: E402
 
-_CHECK = re.compile(r"test_(\d+)_(\d+)_")
+_CHECKS, _CHECK = re.compile(r"test_ch\d+_\w+\.py"), re.compile(r"test_(\d+)_(\d+)_")
 _progress = pytest.StashKey[dict]()
 
 
@@ -32,30 +33,26 @@ def pytest_configure(config):
 
 def pytest_ignore_collect(collection_path, config):
     """Spare a reader who checks exercises the project's own tests of them. The whole suite runs them."""
-    return True if _is_readers_run(config) and not collection_path.name.startswith("test_ch") else None
+    return True if _is_readers_run(config) and not _CHECKS.match(collection_path.name) else None
 
 
 def _is_readers_run(config) -> bool:
-    """Whether exercises were asked for. Run with the whole suite, this file is found too late to add its options."""
-    return hasattr(config.option, "target")
+    """Whether exercises, and nothing else, were asked for."""
+    paths = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
+    return all(path.resolve().is_relative_to(Path(__file__).parent) for path in paths)
 
 
 @pytest.fixture(scope="module")
 def load_target(request):
-    """A function that loads the file under check; once for all its exercises."""
-    chapter, loaded = request.path.stem.removeprefix("test_"), []
-
-    def load():
-        loaded.append(loaded[0] if loaded else target(chapter, request.config.getoption("target", "exercises")))
-        return loaded[0]
-
-    return load
+    """A function that loads the file under check, once for all its exercises."""
+    chapter = request.path.stem.removeprefix("test_")
+    return cache(lambda: target(chapter, request.config.getoption("target")))
 
 
 @pytest.fixture
 def ex(request, load_target):
     """The exercise under check."""
-    wants_hint = request.config.getoption("hint", False)
+    wants_hint = request.config.getoption("hint")
     return Exercise(load_target, mistakes_of(request.path.stem.removeprefix("test_")) if wants_hint else None)
 
 
@@ -105,5 +102,5 @@ def pytest_terminal_summary(terminalreporter, config):
     num_done = sum(state.startswith("done") for state in progress.values())
     left = f"; about {to_go} minutes of work left" if to_go else ""
     terminalreporter.line(f"{num_done} of {len(progress)} done{left}.")
-    if any(state.startswith("wrong") for state in progress.values()) and not config.getoption("hint", False):
+    if any(state.startswith("wrong") for state in progress.values()) and not config.getoption("hint"):
         terminalreporter.line("With --hint, a wrong answer is compared with the usual mistakes.")

@@ -18,8 +18,15 @@ def test_generate_chat_does_not_repeat_the_prompt(small_folder, capsys):
     assert "a question" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("wrong,named", [(["--max-tokens", "-3"], "max_tokens"), (["--temperature", "nan"], "temperature"),
-                                         (["--model", "nowhere"], "nowhere"), (["--dtype", "int3"], "dtype")])  # fmt: skip
+WRONG = [
+    (["--max-tokens", "-3"], "max_tokens"),
+    (["--temperature", "nan"], "temperature"),
+    (["--model", "nowhere"], "nowhere"),
+    (["--dtype", "int3"], "dtype"),
+]
+
+
+@pytest.mark.parametrize("wrong,named", WRONG)
 def test_an_error_is_one_line_and_status_2(small_folder, capsys, wrong, named):
     assert main(["generate", "x", "--model", str(small_folder), *wrong]) == 2
     err = capsys.readouterr().err
@@ -29,7 +36,14 @@ def test_an_error_is_one_line_and_status_2(small_folder, capsys, wrong, named):
 def test_doctor_says_what_the_model_is_and_what_is_missing(small_folder, capsys, monkeypatch):
     assert main(["doctor", "--model", str(small_folder)]) == 0
     out = capsys.readouterr().out
-    for part in ("torch", "1 Gated DeltaNet + 1 gated attention", "resident", "active per token", "bytes per token", "MTP head      no"):
+    for part in (
+        "torch",
+        "1 Gated DeltaNet + 1 gated attention",
+        "resident",
+        "active per token",
+        "bytes per token",
+        "MTP head      no",
+    ):
         assert part in out
     monkeypatch.setattr("minserve.doctor.find_spec", lambda name: None)
     assert main(["doctor", "--model", str(small_folder)]) == 0
@@ -37,7 +51,23 @@ def test_doctor_says_what_the_model_is_and_what_is_missing(small_folder, capsys,
 
 
 def test_bench_reports_a_ratio_against_its_peer(small_folder, capsys):
-    assert main(["bench", "--model", str(small_folder), "--max-tokens", "6", "--rounds", "1", "--against", "transformers", "--json"]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "--model",
+                str(small_folder),
+                "--max-tokens",
+                "6",
+                "--rounds",
+                "1",
+                "--against",
+                "transformers",
+                "--json",
+            ]
+        )
+        == 0
+    )
     naive, peer = json.loads(capsys.readouterr().out)
     assert (naive["name"], peer["name"], peer["ratio"]) == ("naive", "transformers", 1.0)
     assert naive["ratio"] == pytest.approx(naive["tokens_per_s"] / peer["tokens_per_s"])

@@ -62,7 +62,9 @@ def test_the_slicing_of_the_prompt_changes_nothing(small_folder, batch_tokens):
     sliced = llm.generate("a longer prompt.", params)[0]
     assert sliced.token_ids == whole.token_ids
     assert len(sliced.prompt_logprobs) == 16 and sliced.prompt_logprobs[0] is None
-    for a, b in zip(sliced.prompt_logprobs[1:] + sliced.logprobs, whole.prompt_logprobs[1:] + whole.logprobs, strict=True):
+    for a, b in zip(
+        sliced.prompt_logprobs[1:] + sliced.logprobs, whole.prompt_logprobs[1:] + whole.logprobs, strict=True
+    ):
         assert a.keys() == b.keys() and all(math.isclose(a[k], b[k], abs_tol=1e-9) for k in a)
 
 
@@ -91,7 +93,9 @@ def test_end_tokens_end_and_ignore_eos_goes_on(llm):
     bias = {256: 1e5}
     ended = llm.generate("abc", SamplingParams(max_tokens=9, logit_bias=bias))[0]
     assert (ended.token_ids, ended.text, ended.finish_reason) == ((256,), "", "stop")
-    assert llm.generate("abc", SamplingParams(max_tokens=9, logit_bias=bias, ignore_eos=True))[0].finish_reason == "length"
+    assert (
+        llm.generate("abc", SamplingParams(max_tokens=9, logit_bias=bias, ignore_eos=True))[0].finish_reason == "length"
+    )
 
 
 def test_times_come_from_the_log(llm):
@@ -137,7 +141,9 @@ def test_a_bad_prompt_is_named_and_nothing_has_run(llm, prompts, error, match):
     assert llm.generate("good", SAMPLED)[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("field,value", [("temperature", math.nan), ("top_p", 0), ("max_tokens", -1), ("n", 0), ("stop", "")])
+@pytest.mark.parametrize(
+    "field,value", [("temperature", math.nan), ("top_p", 0), ("max_tokens", -1), ("n", 0), ("stop", "")]
+)
 def test_bad_params_name_field_and_value(field, value):
     with pytest.raises(InvalidValue, match=field):
         SamplingParams(**{field: value})
