@@ -52,7 +52,9 @@ class HybridLM(nn.Module):
         self.mtp = MTPHead(config, impl) if config.mtp_num_hidden_layers else None
 
     @classmethod
-    def from_checkpoint(cls, path: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> HybridLM:
+    def from_checkpoint(
+        cls, path: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    ) -> HybridLM:
         """Read a checkpoint folder; the errors are those of minserve.model.checkpoint."""
         config = read_config(path)
         with torch.device("meta"):

@@ -31,7 +31,13 @@ class NaiveMemory:
         dtype, device: the model's. States are float32, or float64 with a float64 model.
     """
 
-    def __init__(self, config: ModelConfig, max_tokens: int, dtype: torch.dtype = torch.float32, device: str = "cpu"):
+    def __init__(
+        self,
+        config: ModelConfig,
+        max_tokens: int,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+    ):
         slab = (max_tokens, config.num_key_value_heads, config.head_dim)
         state = (1, config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
         tail = (1, config.linear_conv_kernel_dim - 1, config.conv_channels)

@@ -28,7 +28,9 @@ class Step:
     chosen: Int[Tensor, " chosen"]
 
     @staticmethod
-    def one_row(token_ids: list[int], start: int, every_logit: bool = False, device: str = "cpu") -> Step:
+    def one_row(
+        token_ids: list[int], start: int, every_logit: bool = False, device: str | torch.device = "cpu"
+    ) -> Step:
         """A step of a single sequence, whose first `start` tokens were run before; logits for its last token.
 
         >>> Step.one_row([7, 8, 9], start=4).positions.tolist()

@@ -18,6 +18,16 @@ from minserve.errors import InvalidValue
 from minserve.model.tokenizer import Tokenizer, chat_prompt
 from minserve.tuning.workload import Arrival, Workload, lognormal_lengths, poisson_times
 
+_REPLY = '''\
+def area(width, height):
+    """Return the area of a rectangle."""
+    return width * height
+
+
+def border(width, height):
+    """Return the length of its border."""
+    return 2 * (width + height)'''
+
 DEFAULT_SYSTEM = "You are a careful Python programmer. Answer with code, and say what it does in one line."
 
 
@@ -46,6 +56,26 @@ class ChatShape:
                 raise InvalidValue(field, getattr(self, field), "at least 1")
         if not self.think_s > 0:
             raise InvalidValue("think_s", self.think_s, "above 0 seconds")
+
+
+def book_session() -> tuple[dict[str, str], ...]:
+    """The conversation that runs through the book: something is said early, much follows, and then it is asked for.
+
+    What the assistant said is fixed, so that every turn's prompt is the same whatever a model answers.
+
+    >>> session = book_session()
+    >>> session[1]["content"], session[-1]["content"]
+    ('port = 8127', 'port = ?')
+    """
+    turns = (
+        ("system", "You are a careful assistant. You remember what the user tells you."),
+        ("user", "port = 8127"),
+        ("assistant", "ok, port = 8127"),
+        ("user", "Show me some code."),
+        ("assistant", _REPLY),
+        ("user", "port = ?"),
+    )
+    return tuple({"role": role, "content": content} for role, content in turns)
 
 
 def chat_sessions(
