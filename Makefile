@@ -17,12 +17,11 @@ test: .venv/dev
 exercises: .venv/dev
 	$(BIN)/python -m pytest tests/exercises -q
 
-notebooks: .venv/dev
-	$(BIN)/pip install -q --disable-pip-version-check -c .ci/constraints.txt -e '.[notebooks]'
+notebooks: .venv/notebooks
 	$(BIN)/jupyter lab chapters
 
-bench: .venv/base
-	$(BIN)/python -m minserve bench
+bench: .venv/dev
+	$(BIN)/python -m minserve bench --against transformers
 
 .venv/base: pyproject.toml .ci/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -31,6 +30,10 @@ bench: .venv/base
 
 .venv/dev: .venv/base
 	$(INSTALL) -e '.[dev]'
+	touch $@
+
+.venv/notebooks: .venv/dev
+	$(INSTALL) -e '.[notebooks]'
 	touch $@
 
 clean:

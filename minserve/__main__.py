@@ -73,6 +73,9 @@ def run_generate(args: argparse.Namespace) -> int:
     for piece in llm.stream(chat_prompt(message, llm.tokenizer) if args.chat else args.prompt, params):
         print(piece.text, end="", flush=True)
         output = piece.output
+    if output.error:
+        print(f"\nminserve: {output.error}", file=sys.stderr)
+        return 2
     times, usage = output.timings, output.usage
     rate = (usage.completion_tokens - 1) / (times.finished - times.first_token) if usage.completion_tokens > 1 else 0
     print(f"\n\nTTFT {times.ttft * 1e3:.1f} ms, then {rate:.0f} tokens/s\n\n{output.explain()}")

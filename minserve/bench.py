@@ -18,6 +18,7 @@ from tqdm import tqdm
 from minserve.clock import RealClock
 from minserve.errors import InvalidValue, MissingRequirement
 from minserve.llm import LLM, SamplingParams, shipped_checkpoint
+from minserve.model.tokenizer import load_tokenizer
 
 CONTENDERS = ("naive", "transformers")
 
@@ -49,8 +50,9 @@ def bench_decode(
         against: None or "transformers".
     Returns one result per contender; `ratio` is its speed over the peer's (the last contender's), within a round.
     """
-    if num_tokens < 2:
-        raise InvalidValue("num_tokens", num_tokens, "at least 2")
+    for name, value, least in (("num_tokens", num_tokens, 2), ("rounds", rounds, 1)):
+        if value < least:
+            raise InvalidValue(name, value, f"at least {least}")
     folder = Path(path) if path else shipped_checkpoint()
     runs = {"naive": _naive(folder, prompt, num_tokens)}
     if against is not None:
@@ -94,7 +96,7 @@ def _transformers(folder: Path, prompt: str, num_tokens: int) -> Callable[[], tu
         raise MissingRequirement("the package transformers", "bench --against transformers",
                                  "pip install 'minserve[notebooks]'") from error  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids, clock = torch.tensor([list(prompt.encode())]), RealClock()
+    ids, clock = torch.tensor([load_tokenizer(folder).encode(prompt)]), RealClock()
 
     def generate(count: int) -> tuple[torch.Tensor, float]:
         start_s = clock.now()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from importlib.resources import files
+from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from minserve.metrics import metrics_of
 from minserve.model.hybrid_lm import HybridLM
 from minserve.model.naive import run_alone
 from minserve.model.tokenizer import load_tokenizer
-from minserve.request import FinishReason, Output, Request, SamplingParams, Timings, Usage, check_prompt
+from minserve.request import FinishReason, Output, Request, SamplingParams, Status, Timings, Usage, check_prompt
 from minserve.sampling import request_seed
 from minserve.stopping import StopChecker
 
@@ -83,7 +83,8 @@ class LLM:
         path: a checkpoint folder; None takes the model that ships.
         config: see EngineConfig.
     Attributes:
-        model, tokenizer, config: what was loaded.  log: every event so far, on `log.clock`.
+        model, tokenizer, config: what was loaded.
+        log: every event so far, on `log.clock`; it grows by three events per token, as long as the LLM lives.
     Raises CheckpointError, InvalidValue or MissingRequirement, saying what to change.
     """
 
@@ -94,7 +95,10 @@ class LLM:
         self.model = HybridLM.from_checkpoint(folder, getattr(torch, self.config.dtype), self.config.device)
         self.tokenizer = load_tokenizer(folder)
         self.log = EventLog(RealClock())
-        self.max_context = min(self.config.max_context or math.inf, self.model.config.max_position_embeddings)
+        limit = self.model.config.max_position_embeddings
+        self.max_context = self.config.max_context or limit
+        if self.max_context > limit:
+            raise InvalidValue("max_context", self.max_context, f"at most {limit}, the model's own limit")
         self._num_requests = 0
 
     def generate(
@@ -109,32 +113,51 @@ class LLM:
             params: one for all, or one per prompt.
         Raises InvalidValue before anything runs when a prompt or its params cannot be served.
         """
-        outputs = []
-        for requests in self._admit(prompts, params):
-            for request in requests:
-                outputs += [piece.output for piece in self._run(request) if piece.output is not None]
-        return outputs
+        checked = self._check(_as_prompts(prompts), params)
+        requests = [request for ids, wanted in checked for request in self._arrive(ids, wanted)]
+        pieces = self._run_all(requests)
+        return [piece.output for piece in pieces if piece.output is not None]
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[Piece]:
-        """Complete one prompt, piece by piece; the joined pieces are the output's text. Errors as `generate`."""
-        (requests,) = self._admit([prompt], params)
-        return (piece for request in requests for piece in self._run(request))
+        """Complete one prompt, piece by piece; the joined pieces are the output's text. Errors as `generate`.
 
-    def _admit(self, prompts: object, params: object) -> list[list[Request]]:
-        """Check all prompts first, so that a bad one stops nothing halfway; one request per wanted output."""
-        listed = (
-            [prompts] if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)) else list(prompts)
-        )
+        The request arrives when the first piece is asked for. Leaving the iterator early aborts what is left of it.
+        """
+        ((ids, wanted),) = self._check([prompt], params)
+        return self._stream(ids, wanted)
+
+    def _stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[Piece]:
+        """The pieces of a checked prompt. Changes: the log, from the first piece on."""
+        yield from self._run_all(self._arrive(prompt_ids, params))
+
+    def _check(self, prompts: Sequence, params: object) -> list[tuple[Sequence[int], SamplingParams]]:
+        """Token ids and params of each prompt, all of them checked before any runs."""
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(listed)
-        if len(params) != len(listed):
-            raise InvalidValue("params", f"{len(params)} entries", f"one, or one per prompt ({len(listed)})")
+            params = [params or SamplingParams()] * len(prompts)
+        if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+            raise InvalidValue("params", params, "SamplingParams, or a list of them")
+        if len(params) != len(prompts):
+            raise InvalidValue("params", f"{len(params)} entries", f"one, or one per prompt ({len(prompts)})")
         checked = []
-        for prompt, wanted in zip(listed, params, strict=True):
+        for prompt, wanted in zip(prompts, params, strict=True):
             ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             check_prompt(ids, wanted, self.model.config.vocab_size, self.max_context)
             checked.append((ids, wanted))
-        return [[self._request(ids, wanted, index) for index in range(wanted.n)] for ids, wanted in checked]
+        return checked
+
+    def _arrive(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Request]:
+        """One request per wanted output, each recorded as arrived. Changes: the log, the count of requests."""
+        return [self._request(prompt_ids, params, index) for index in range(params.n)]
+
+    def _run_all(self, requests: list[Request]) -> Iterator[Piece]:
+        """Run requests one after the other; those that an early end leaves are aborted. Changes: requests, log."""
+        try:
+            for request in requests:
+                yield from self._run(request)
+        finally:
+            for request in requests:
+                if request.status is not Status.FINISHED:
+                    self._finish(request, FinishReason.ABORT)
 
     def _request(self, prompt_ids: Sequence[int], params: SamplingParams, index: int) -> Request:
         """A request with a number of its own, recorded as arrived. Changes: the log, the count of requests."""
@@ -160,10 +183,15 @@ class LLM:
         except InvalidValue as fault:  # logits that are no numbers: this request ends, others go on
             error, text = str(fault), checker.finish(FinishReason.ERROR)
         finally:
-            request.finish(checker.finish_reason or FinishReason.ABORT)
-            self.log.record(EventKind.FINISHED, request.id, reason=str(request.finish_reason))
+            reason = FinishReason.ERROR if error else checker.finish_reason or FinishReason.ABORT
+            self._finish(request, reason)
         last_ids = tuple(request.output_ids[-1:]) if error is None else ()
         yield Piece(text, last_ids, request.index, self._output(request, checker.text, logprobs, error))
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request. Changes: the request, the log."""
+        request.finish(reason)
+        self.log.record(EventKind.FINISHED, request.id, reason=str(request.finish_reason))
 
     def _output(self, request: Request, text: str, logprobs: list, error: str | None) -> Output:
         """What the caller gets, its times read from the log."""
@@ -183,12 +211,23 @@ class LLM:
         )
 
 
+def _as_prompts(prompts: object) -> list:
+    """One prompt or several, as a list of prompts."""
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise InvalidValue("prompts", prompts, "a text, a list of token ids, or a list of these")
+    return [prompts] if prompts and all(isinstance(entry, Integral) for entry in prompts) else list(prompts)
+
+
 def _check_device(device: str) -> None:
     """Name a device that this machine does not have."""
-    kind = str(device).split(":")[0]
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise MissingRequirement("a CUDA device", f"device={device!r}", "use device='cpu'")
-    if kind == "mps" and not torch.backends.mps.is_available():
-        raise MissingRequirement("an MPS device", f"device={device!r}", "use device='cpu'")
-    if kind not in ("cpu", "cuda", "mps"):
-        raise InvalidValue("device", device, "'cpu', 'cuda' or 'mps'")
+    try:
+        kind, index = torch.device(device).type, torch.device(device).index or 0
+    except (RuntimeError, TypeError):
+        kind, index = None, 0
+    if kind not in ("cpu", "cuda"):
+        raise InvalidValue("device", device, "'cpu' or 'cuda'")
+    if kind == "cuda" and index >= torch.cuda.device_count():
+        raise MissingRequirement("that CUDA device", f"device={device!r}", "use device='cpu'")

@@ -236,4 +236,5 @@ def check_prompt(prompt_ids: Sequence[int], params: SamplingParams, vocab_size: 
     params.check_vocab(vocab_size)
     if len(prompt_ids) + params.max_tokens > max_context:
         wanted = f"{len(prompt_ids)} prompt tokens + max_tokens {params.max_tokens}"
-        raise PromptTooLong("prompt_ids", wanted, f"at most {max_context} tokens together", "a larger max_context")
+        knob = "max_tokens, or EngineConfig.max_context up to the model's own limit"
+        raise PromptTooLong("prompt_ids", wanted, f"at most {max_context} tokens together", knob)

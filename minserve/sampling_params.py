@@ -14,6 +14,7 @@ from numbers import Integral, Real
 from minserve.errors import InvalidValue
 
 MAX_STOP_STRINGS = 32
+MAX_OUTPUTS = 128  # of one prompt
 MAX_TOKEN_RULES = 1024  # entries of logit_bias, and of stop_token_ids
 NUM_SEEDS = 2**64
 
@@ -21,7 +22,7 @@ NUM_SEEDS = 2**64
 _INT_FIELDS = (
     ("max_tokens", 0, None, False),
     ("top_k", 0, None, False),
-    ("n", 1, None, False),
+    ("n", 1, MAX_OUTPUTS, False),
     ("seed", 0, NUM_SEEDS - 1, True),
     ("logprobs", 0, None, True),
     ("prompt_logprobs", 0, None, True),
@@ -90,7 +91,7 @@ class SamplingParams:
             Output i of `n` is drawn as a request with seed + i.
         stop: a string or strings that end the output, and are not part of its text; at most 32.
         stop_token_ids: ids that end the output, besides the model's end tokens; kept in token_ids, not in text.
-        n: outputs wanted for the one prompt.
+        n: outputs wanted for the one prompt, 1 to 128.
         logprobs: report the chosen token and this many likeliest, per output token; None reports nothing.
         prompt_logprobs: the same for the prompt.
         logit_bias: {token id: number added to its logit, -1e6 to 1e6}; at most 1024 entries.

@@ -41,6 +41,11 @@ class Kept(NamedTuple):
     finish_reason: FinishReason | None
 
 
+def stop_ids(params: SamplingParams, eos_token_ids: Collection[int]) -> set[int]:
+    """The tokens that end an output: those asked for, and the model's end tokens unless they are to be ignored."""
+    return {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+
+
 class StopChecker:
     """Follows one output and says where it ends.
 
@@ -67,7 +72,7 @@ class StopChecker:
         self.finish_reason = FinishReason.LENGTH if params.max_tokens == 0 else None
         self._decoder, self._held = decoder, ""
         self._max_tokens, self._stop_strings = params.max_tokens, params.stop
-        self._stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+        self._stop_ids = stop_ids(params, eos_token_ids)
 
     def push(self, token_ids: Sequence[int]) -> Kept:
         """Take the tokens of one step, up to the output's end; after the end nothing is kept.

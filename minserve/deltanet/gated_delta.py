@@ -10,6 +10,7 @@ transform), so that prefill is a handful of matrix products. Yang, Kautz, Hatami
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -38,7 +39,9 @@ def gated_delta_recurrent(
     Returns the outputs, in v's dtype, and the state after the last token, in `state`'s dtype. The arithmetic is in
     float32, or float64 where an input is.
     """
-    dtype = torch.promote_types(state.dtype, torch.promote_types(v.dtype, torch.float32))
+    if not v.shape[1]:
+        return torch.zeros_like(v), state
+    dtype = _wide(v, g, state)
     q, k = (_to_value_heads(x.to(dtype), v.shape[2]) for x in (q, k))
     values, memory = v.to(dtype), state.to(dtype)
     decay, strength = g.to(dtype).exp(), beta.to(dtype)
@@ -66,7 +69,10 @@ def gated_delta_chunked(
     The last chunk is padded with tokens that do nothing: k = 0, beta = 0, g = 0. A pad with g = 0 forgets nothing, so
     the running sum of g at the padded end is the one at the last real token, whatever the length.
     """
-    out, memory = across_chunks(within_chunks(q, k, v, g, beta, chunk), state)
+    if not v.shape[1]:
+        return torch.zeros_like(v), state
+    terms = within_chunks(q, k, v, g.to(_wide(v, g, state)), beta, chunk)
+    out, memory = across_chunks(terms, state)
     return out[:, : v.shape[1]].to(v.dtype), memory.to(state.dtype)
 
 
@@ -87,7 +93,7 @@ def within_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chun
     The deltas of a chunk are `from_values - from_state @ S`, its outputs `q_decayed @ S + scores @ deltas`, and the
     state after it `keep S + k_to_end^T @ deltas`.
     """
-    dtype = torch.promote_types(v.dtype, torch.promote_types(g.dtype, torch.float32))
+    dtype = _wide(v, g)
     q, k = (_to_value_heads(x, v.shape[2]) for x in (q, k))
     q, k, values, g, beta = (_into_chunks(x.to(dtype), chunk) for x in (q, k, v, g, beta))
     cumulative = g.cumsum(-1)
@@ -118,6 +124,11 @@ def across_chunks(terms: ChunkTerms, state: Float[Tensor, "batch heads key_dim v
         outs.append(q @ memory + scores @ delta)
         memory = memory * keep[..., None, None] + k.mT @ delta
     return rearrange(torch.stack(outs, dim=2), "b h c t d -> b (c t) h d"), memory
+
+
+def _wide(*tensors: Tensor) -> torch.dtype:
+    """The dtype of the arithmetic: float32, or float64 where one of the tensors has it."""
+    return functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
 
 
 def _to_value_heads(x: Float[Tensor, "batch tokens key_heads dim"], num_heads: int) -> Tensor:

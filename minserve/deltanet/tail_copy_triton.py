@@ -22,9 +22,22 @@ MAX_BLOCK = 1024
 
 
 @triton.jit
+def input_offset(token, channels):
+    """Where a token's channels begin in x."""
+    return token.to(tl.int64) * channels
+
+
+@triton.jit
+def tail_offset(slot, column, KEEP: tl.constexpr, channels):
+    """Where the channels of one column of a slot's tail begin in the pool."""
+    return (slot.to(tl.int64) * KEEP + column) * channels
+
+
+@triton.jit
 def tail_copy_kernel(
     x, row_starts, tails, state_read, state_write, out, channels, KEEP: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
+    """One program keeps one block of channels of one row's tail."""
     row = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = channel < channels
@@ -40,16 +53,6 @@ def tail_copy_kernel(
                 old = tails + tail_offset(read, KEEP + token - start, KEEP, channels)
                 kept = tl.load(old + channel, mask=exists, other=0)
             tl.store(out + tail_offset(write, column, KEEP, channels) + channel, kept, mask=exists)
-
-
-@triton.jit
-def input_offset(token, channels):
-    return token.to(tl.int64) * channels
-
-
-@triton.jit
-def tail_offset(slot, column, KEEP: tl.constexpr, channels):
-    return (slot.to(tl.int64) * KEEP + column) * channels
 
 
 def tail_copy(

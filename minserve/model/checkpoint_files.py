@@ -168,6 +168,7 @@ def write_whole(file: Path, write: Callable[[Path], object]) -> None:
     """Write beside the place, then move there: a reader sees the old file or the new one, never half of one."""
     partial = file.with_name(file.name + ".partial")
     write(partial)
+    partial.chmod(0o644)  # the safetensors package writes for its owner alone
     partial.replace(file)
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-END_OF_TEXT = 256
+from minserve.model.tokenizer_files import END_OF_TEXT
+
 HELD_OUT_SHARE = 25  # one document in 25
 MIN_REPEAT_CHARS = 40  # a shorter block of a held-out file may repeat trained text: "else:" is no leak
 

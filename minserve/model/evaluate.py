@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from tqdm import tqdm
 
 from minserve.clock import RealClock
 from minserve.events import EventLog
-from minserve.model.corpus import END_OF_TEXT
 from minserve.model.hybrid_lm import HybridLM
 from minserve.model.losses import TrainMemory
 from minserve.model.naive import run_alone
 from minserve.model.practice import NAMES, Practice, ids, turn
 from minserve.model.step import Step
+from minserve.model.tokenizer_files import END_OF_TEXT, IM_END
 from minserve.request import Request, SamplingParams
 
 CONTEXT_TOKENS, WINDOW_TOKENS = 512, 2048
@@ -182,7 +182,7 @@ def recall_prompt(practice: Practice, reach: int, chat: bool) -> tuple[list[int]
              ("assistant", ids("ok")), ("user", ids("Show me some code.")), ("assistant", practice.filler(reach)),
              ("user", ids(f"What is the {name}?"))]  # fmt: skip
     asked = [token for role, content in turns for token in turn(role, content)] + turn("assistant", [])[:-2]
-    return asked, ids(f"{name} = {value}") + [258]
+    return asked, ids(f"{name} = {value}") + [IM_END]
 
 
 def recall_accuracy(
@@ -228,8 +228,3 @@ def loop_share(model: HybridLM, texts: list[str], num: int = 100) -> float:
             complete(model, list(text[start : start + 128]), SamplingParams(max_tokens=128, ignore_eos=True)).output_ids
         )
     return looping / num
-
-
-def entropy_of_load(share: Float[np.ndarray, " experts"]) -> tuple[float, float]:
-    """Of one layer's expert shares: largest over mean, and smallest."""
-    return float(np.max(share) * len(share)), float(np.min(share))

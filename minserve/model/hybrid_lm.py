@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from minserve.errors import InvalidValue
 from minserve.model.checkpoint import read_config, read_tensors
 from minserve.model.config import ModelConfig
-from minserve.model.layers import DecoderLayer, RMSNorm, Routing, rotary_table
+from minserve.model.layers import EXPERT_MIX, DecoderLayer, RMSNorm, Routing, rotary_table
 from minserve.model.memory import Memory
 from minserve.model.mtp import MTPHead
 from minserve.model.step import Step
@@ -44,6 +45,8 @@ class HybridLM(nn.Module):
 
     def __init__(self, config: ModelConfig, impl: str = "torch"):
         super().__init__()
+        if impl not in EXPERT_MIX:
+            raise InvalidValue("impl", impl, "one of " + ", ".join(EXPERT_MIX))
         self.config = config
         self.model = Trunk(config, impl)
         self.lm_head = (
@@ -84,4 +87,6 @@ class HybridLM(nn.Module):
         self, step: Step, hidden: Float[Tensor, "tokens hidden"], memory: Memory
     ) -> tuple[Float[Tensor, "tokens hidden"], Routing | None]:
         """Run the MTP head: `hidden` is h of the token before each of the step's tokens; see MTPHead."""
+        if self.mtp is None:
+            raise InvalidValue("mtp_num_hidden_layers", 0, "1, a model with an MTP head, to draft")
         return self.mtp(self.model.embed_tokens(step.tokens), hidden, step.positions, memory)

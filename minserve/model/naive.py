@@ -14,12 +14,13 @@ from torch.nn import functional as F
 
 from minserve.deltanet.conv_tail import conv_tail
 from minserve.deltanet.gated_delta import gated_delta_chunked, gated_delta_recurrent
+from minserve.errors import InvalidValue
 from minserve.events import EventKind, EventLog
 from minserve.model.config import LINEAR, ModelConfig
 from minserve.model.hybrid_lm import HybridLM
 from minserve.model.step import Step
 from minserve.request import Request
-from minserve.sampling import Sampled, sample, token_logprobs
+from minserve.sampling import Sampled, sample, token_logprobs, usable_rows
 
 
 class NaiveMemory:
@@ -102,9 +103,8 @@ def run_alone(model: HybridLM, request: Request, log: EventLog, batch_tokens: in
     weight = model.model.embed_tokens.weight
     max_tokens = len(request.prompt_ids) + request.params.max_tokens
     memory = NaiveMemory(model.config, max_tokens, weight.dtype, weight.device)
-    number = 0
     while True:
-        start, number = request.num_computed, number + 1
+        start = request.num_computed
         ids = request.tokens[start : start + batch_tokens]
         scored = request.params.prompt_logprobs is not None and start < len(request.prompt_ids)
         began_s = log.clock.now()
@@ -120,6 +120,7 @@ def run_alone(model: HybridLM, request: Request, log: EventLog, batch_tokens: in
             request.commit(stop)
             continue
         if request.params.max_tokens == 0:
+            request.commit(stop)
             return
         sampled = sample(logits[-1:], [request])[0]
         request.commit(stop, [sampled.token_id])
@@ -128,6 +129,8 @@ def run_alone(model: HybridLM, request: Request, log: EventLog, batch_tokens: in
 
 def _score_prompt(request: Request, logits: Float[Tensor, "tokens vocab"], start: int) -> None:
     """Record how likely each prompt token was; row i speaks of token start + i + 1. Changes: the request."""
+    if not usable_rows(logits).all():
+        raise InvalidValue("logits", "NaN, +inf or all masked", "numbers, to score the prompt by")
     request.prompt_logprobs = request.prompt_logprobs or [None]
     for row, token in zip(logits, request.prompt_ids[start + 1 :], strict=False):
         request.prompt_logprobs.append(token_logprobs(row, token, request.params.prompt_logprobs))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-END_OF_TEXT, IM_START, IM_END = 256, 257, 258
+from minserve.model.tokenizer_files import END_OF_TEXT, IM_END, IM_START
+
 NAMES = (
     "port", "host", "user", "timeout", "retries", "color", "city", "limit", "width", "height", "level", "name",
     "mode", "count", "size", "rate", "depth", "token", "path", "day", "month", "year", "room", "seat", "code",

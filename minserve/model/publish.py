@@ -11,7 +11,7 @@ import torch
 
 from minserve.model.checkpoint import write_checkpoint
 from minserve.model.config import ModelConfig
-from minserve.model.corpus import END_OF_TEXT, load_corpus
+from minserve.model.corpus import load_corpus
 from minserve.model.counting import count_parameters
 from minserve.model.evaluate import (
     acceptance_on_text,
@@ -25,7 +25,7 @@ from minserve.model.evaluate import (
 )
 from minserve.model.hybrid_lm import HybridLM
 from minserve.model.tokenizer import ByteTokenizer
-from minserve.model.tokenizer_files import byte_tokenizer_files
+from minserve.model.tokenizer_files import END_OF_TEXT, byte_tokenizer_files
 from minserve.request import SamplingParams
 
 SAMPLE_PROMPTS = ("def area(", "import os\n\nclass ", "The ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from minserve.errors import InvalidValue
 from minserve.model.config import FULL, LINEAR, ModelConfig
 
 
@@ -27,4 +28,7 @@ def tiny_attention_config() -> ModelConfig:
 
 def shape(name: str) -> ModelConfig:
     """The configuration of a model that ships, by its folder's name."""
-    return {"tiny": tiny_config, "tiny_attention": tiny_attention_config}[name]()
+    shapes = {"tiny": tiny_config, "tiny_attention": tiny_attention_config}
+    if name not in shapes:
+        raise InvalidValue("shape", name, "one of " + ", ".join(shapes))
+    return shapes[name]()

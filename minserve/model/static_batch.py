@@ -25,6 +25,7 @@ from minserve.model.static_memory import StaticMemory
 from minserve.model.step import Step
 from minserve.request import FinishReason, Request, Status
 from minserve.sampling import sample
+from minserve.stopping import stop_ids
 
 Cost = Callable[[list[tuple[int, int]]], float]
 
@@ -154,11 +155,10 @@ def _record_step(log: EventLog, requests, new_ids: list[list[int]], starts: list
 
 def _finish_if_done(request: Request, model: HybridLM | None) -> None:
     """End a request that has its last token. Changes: the request."""
-    params, output_ids = request.params, request.output_ids
-    ends = {*params.stop_token_ids, *(() if params.ignore_eos or model is None else model.config.eos_token_ids)}
-    if model is not None and output_ids[-1] in ends:
+    output_ids = request.output_ids
+    if model is not None and output_ids[-1] in stop_ids(request.params, model.config.eos_token_ids):
         request.finish(FinishReason.STOP)
-    elif len(output_ids) >= params.max_tokens:
+    elif len(output_ids) >= request.params.max_tokens:
         request.finish(FinishReason.LENGTH)
 
 

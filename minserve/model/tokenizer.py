@@ -52,12 +52,10 @@ class Tokenizer:
 
     Attributes:
         special_ids: {spelling: id} of the special tokens.
-        eos_token_ids: ids that end a text.
         vocab_size: number of ids, special ones included.
     """
 
     special_ids: Mapping[str, int]
-    eos_token_ids: tuple[int, ...]
     vocab_size: int
 
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
@@ -114,7 +112,6 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self) -> None:
         self.special_ids = dict(SPECIAL_TOKENS)
-        self.eos_token_ids = (self.special_ids["<|endoftext|>"], self.special_ids["<|im_end|>"])
         self.vocab_size = BYTE_VOCAB_SIZE
         self._bytes = [bytes([byte]) for byte in range(256)] + [spelling.encode() for spelling, _ in SPECIAL_TOKENS]
 
@@ -134,14 +131,13 @@ class JsonTokenizer(Tokenizer):
 
     Arguments:
         path: the tokenizer.json.
-        eos_token_ids: ids that end a text.
 
     Raises:
         MissingRequirement: the `tokenizers` package is absent.
         CheckpointError: the file cannot be read, or is not byte-level (the whole Qwen family is).
     """
 
-    def __init__(self, path: str | Path, eos_token_ids: Sequence[int] = ()):
+    def __init__(self, path: str | Path):
         try:
             import tokenizers
         except ImportError as error:
@@ -161,7 +157,6 @@ class JsonTokenizer(Tokenizer):
         self._added_bytes = {i: token.content.encode() for i, token in added.items()}
         self._special = frozenset(self.special_ids.values())
         self._byte_of = {char: byte for byte, char in enumerate(byte_to_char())}
-        self.eos_token_ids = tuple(eos_token_ids)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     def token_bytes(self, token_id: int, skip_special: bool = True) -> bytes:
@@ -180,7 +175,7 @@ class JsonTokenizer(Tokenizer):
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a checkpoint directory: bytes where tokenizer.json is the byte vocabulary, else JsonTokenizer.
 
-    The end tokens are generation_config.json's, else config.json's.
+    Which tokens end a text is the model's affair: `ModelConfig.eos_token_ids`.
 
     Raises:
         CheckpointError: no tokenizer.json, or one that cannot be read.
@@ -189,7 +184,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     file = Path(path) / "tokenizer.json"
     if is_byte_vocabulary(read_json(file)):
         return ByteTokenizer()
-    return JsonTokenizer(file, _eos_token_ids(Path(path)))
+    return JsonTokenizer(file)
 
 
 def chat_prompt(messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer | None = None) -> list[int]:
@@ -205,7 +200,10 @@ def chat_prompt(messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer | No
     '<|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n'
     """
     tokenizer = tokenizer or ByteTokenizer()
-    start, end = tokenizer.special_ids["<|im_start|>"], tokenizer.special_ids["<|im_end|>"]
+    marks = tokenizer.special_ids.get("<|im_start|>"), tokenizer.special_ids.get("<|im_end|>")
+    if None in marks:
+        raise InvalidValue("tokenizer", sorted(tokenizer.special_ids), "one with <|im_start|> and <|im_end|>")
+    start, end = marks
     ids: list[int] = []
     for message in messages:
         role, content = message.get("role"), message.get("content")
@@ -213,13 +211,3 @@ def chat_prompt(messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer | No
             raise InvalidValue("role", role, "one of " + ", ".join(CHAT_ROLES))
         ids += [start, *tokenizer.encode(f"{role}\n"), *tokenizer.encode(content), end, *tokenizer.encode("\n")]
     return [*ids, start, *tokenizer.encode("assistant\n")]
-
-
-def _eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """The end tokens that a checkpoint directory names."""
-    for name in ("generation_config.json", "config.json"):
-        content = read_json(directory / name) if (directory / name).is_file() else {}
-        found = content.get("eos_token_id", content.get("text_config", {}).get("eos_token_id"))
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
-    return ()

@@ -10,7 +10,8 @@ import json
 from collections.abc import Mapping
 
 BYTE_VOCAB_SIZE = 264
-SPECIAL_TOKENS = (("<|endoftext|>", 256), ("<|im_start|>", 257), ("<|im_end|>", 258))
+END_OF_TEXT, IM_START, IM_END = 256, 257, 258
+SPECIAL_TOKENS = (("<|endoftext|>", END_OF_TEXT), ("<|im_start|>", IM_START), ("<|im_end|>", IM_END))
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -75,7 +76,9 @@ def is_byte_vocabulary(content: Mapping) -> bool:
     >>> is_byte_vocabulary(json.loads(byte_tokenizer_json()))
     True
     """
-    model, added = content.get("model") or {}, content.get("added_tokens") or []
+    model, added = content.get("model"), content.get("added_tokens") or []
+    if not isinstance(model, Mapping) or not all(isinstance(token, Mapping) for token in added):
+        return False
     vocab_is_bytes = model.get("vocab") == {char: byte for byte, char in enumerate(byte_to_char())}
     specials = tuple((token.get("content"), token.get("id")) for token in added)
     return vocab_is_bytes and not model.get("merges") and specials == SPECIAL_TOKENS

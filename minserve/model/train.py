@@ -7,12 +7,14 @@ bounded by wall time and can be resumed: the same command goes on from the last 
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TextIO
 
 import numpy as np
 import torch
@@ -21,12 +23,17 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm import tqdm
 
+from minserve.errors import CheckpointError, InvalidValue, MinserveError
 from minserve.model.config import ModelConfig
 from minserve.model.corpus import Corpus, load_corpus
 from minserve.model.hybrid_lm import HybridLM
 from minserve.model.losses import losses
 from minserve.model.optimizer import make_optimizers
 from minserve.model.practice import Practice
+
+
+class TrainingDiverged(MinserveError):
+    """A training whose numbers are no longer finite: it stops, and its last saved state is kept."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,11 @@ class TrainConfig:
     save_every_s: float = 300.0
     compile_layers: bool = True
     seed: int = 0
+
+    def __post_init__(self):
+        for name in ("minutes", "num_processes", "tokens_per_process", "save_every_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidValue(name, getattr(self, name), "above 0")
 
 
 # Let the allocator keep freed memory (giving it back and faulting it in again doubles a step's time), and let oneDNN
@@ -139,7 +151,10 @@ class Trainer:
         sum(weights[name] * loss for name, loss in parts.items()).backward()
         dist.all_reduce(self.flat_grad)
         self.flat_grad /= self.config.num_processes
-        self.flat_grad *= min(1.0, 1.0 / (self.flat_grad.norm().item() + 1e-6))
+        norm = self.flat_grad.norm().item()
+        if not math.isfinite(norm):
+            raise TrainingDiverged(f"step {self.step}: the gradient is {norm}; {self.out / 'state.pt'} is as it was")
+        self.flat_grad *= min(1.0, 1.0 / (norm + 1e-6))
         for optimizer, lrs in zip(self.optimizers, self.base_lrs, strict=True):
             for group, lr in zip(optimizer.param_groups, lrs, strict=True):
                 group["lr"] = lr * self.lr_share(share)
@@ -157,6 +172,7 @@ class Trainer:
     def save(self) -> None:
         """Write everything needed to go on. Changes: state.pt, in one move."""
         state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers],
+                 "config": self.model.config.to_dict(),
                  "step": self.step, "elapsed_s": self.elapsed_s, "num_tokens": self.num_tokens}  # fmt: skip
         torch.save(state, self.out / "state.tmp")
         os.replace(self.out / "state.tmp", self.out / "state.pt")
@@ -164,6 +180,8 @@ class Trainer:
     def load(self) -> None:
         """Go on from state.pt. Changes: the model, the optimizers, the counts."""
         state = torch.load(self.out / "state.pt", weights_only=True)
+        if state["config"] != self.model.config.to_dict():
+            raise CheckpointError(f"{self.out / 'state.pt'} is the training of a model of another shape")
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -180,34 +198,38 @@ def run_process(rank: int, model_config: ModelConfig, config: TrainConfig, out: 
     torch._dynamo.config.recompile_limit = 128
     # By default a compiled backward pass runs under the forward's autocast, and the triangular solve's gradient is NaN.
     torch._functorch.config.backward_pass_autocast = "off"
-    trainer = Trainer(model_config, config, out, rank, load_corpus())
+    _run_until_time_is_up(Trainer(model_config, config, out, rank, load_corpus()))
+    dist.destroy_process_group()
+
+
+def _run_until_time_is_up(trainer: Trainer) -> None:
+    """Take steps; the first process keeps the time, saves, and shows progress. Changes: the trainer, its folder."""
+    limit_s, is_first = 60 * trainer.config.minutes, trainer.rank == 0
     clock = torch.zeros(1, dtype=torch.float64)
     started, saved_s = time.monotonic() - trainer.elapsed_s, trainer.elapsed_s
-    bar = tqdm(total=round(60 * config.minutes), unit="s", disable=rank > 0, mininterval=5)
-    with (out / "losses.jsonl").open("a") as log:
-        while trainer.elapsed_s < 60 * config.minutes:
-            parts = trainer.train_step()
-            clock[0] = time.monotonic() - started
-            dist.broadcast(clock, 0)  # one clock decides for all
-            trainer.elapsed_s = clock.item()
-            if rank == 0:
-                bar.n = round(trainer.elapsed_s)
-                bar.set_postfix(
-                    step=trainer.step, MB=f"{trainer.num_tokens / 1e6:.1f}", bits=f"{parts['main'] / np.log(2):.3f}"
-                )
-                log.write(
-                    json.dumps(
-                        {"step": trainer.step, "s": round(trainer.elapsed_s, 1), "tokens": trainer.num_tokens, **parts}
-                    )
-                    + "\n"
-                )
-                if trainer.elapsed_s - saved_s > config.save_every_s:
-                    log.flush()
-                    trainer.save()
-                    saved_s = trainer.elapsed_s
-    if rank == 0:
-        trainer.save()
-    dist.destroy_process_group()
+    bar = tqdm(total=round(limit_s), unit="s", disable=not is_first, mininterval=5)
+    log = _losses_up_to(trainer.out / "losses.jsonl", trainer.step) if is_first else None
+    while trainer.elapsed_s < limit_s:
+        parts = trainer.train_step()
+        clock[0] = time.monotonic() - started
+        dist.broadcast(clock, 0)  # one clock decides for all
+        trainer.elapsed_s = clock.item()
+        if is_first:
+            bar.n, bits = min(bar.total, round(trainer.elapsed_s)), parts["main"] / math.log(2)
+            bar.set_postfix(step=trainer.step, MB=f"{trainer.num_tokens / 1e6:.1f}", bits=f"{bits:.3f}")
+            counts = {"step": trainer.step, "s": round(trainer.elapsed_s, 1), "tokens": trainer.num_tokens}
+            log.write(json.dumps({**counts, **parts}) + "\n")
+            if trainer.elapsed_s - saved_s > trainer.config.save_every_s or trainer.elapsed_s >= limit_s:
+                log.flush()
+                trainer.save()
+                saved_s = trainer.elapsed_s
+
+
+def _losses_up_to(path: Path, step: int) -> TextIO:
+    """The log of losses, open for more, without what was logged after the last saved state. Changes: the file."""
+    lines = path.read_text().splitlines()[:step] if path.exists() else []
+    path.write_text("".join(line + "\n" for line in lines))
+    return path.open("a")
 
 
 def train(model_config: ModelConfig, config: TrainConfig, out: str | Path) -> Path:
@@ -221,9 +243,14 @@ def train(model_config: ModelConfig, config: TrainConfig, out: str | Path) -> Pa
     """
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
+    before = dict(os.environ)
     os.environ.update(PROCESS_SETTINGS)  # read by the processes when they start
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(
-            run_process, (model_config, config, out, f"{folder}/store"), nprocs=config.num_processes
-        )
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (model_config, config, out, f"{folder}/store")
+            torch.multiprocessing.spawn(run_process, arguments, nprocs=config.num_processes)
+    finally:
+        for name in PROCESS_SETTINGS.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
     return out

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -115,11 +116,41 @@ def test_a_stream_that_is_left_is_an_abort(llm):
     assert llm.generate("abc", SAMPLED)[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("pieces", [0, 1, 15])
+def test_whatever_is_left_of_a_stream_is_aborted(llm, pieces):
+    stream = llm.stream("abc", replace(SAMPLED, n=3))
+    for _ in range(pieces):
+        next(stream)
+    stream.close()
+    metrics = request_metrics(llm.log)
+    assert len(metrics) == (3 if pieces else 0)
+    assert all(m.finish_reason in ("length", "abort") for m in metrics.values())
+    assert sum(m.finish_reason == "abort" for m in metrics.values()) == {0: 0, 1: 3, 15: 2}[pieces]
+
+
+def test_prompts_may_be_arrays_and_nothing_else_that_is_odd(llm):
+    wanted = llm.generate("abc", SAMPLED)[0].token_ids
+    ids = np.frombuffer(b"abc", np.uint8)
+    for prompts in (ids, torch.tensor(ids.tolist()), list(ids), [ids], [torch.tensor(ids.tolist())], ("abc",)):
+        assert llm.generate(prompts, SAMPLED)[0].token_ids == wanted
+    assert llm.generate([], SAMPLED) == []
+    for prompts in (None, 5, {"a": 1}, {1, 2}, b"abc", [None], [3.5]):
+        with pytest.raises(InvalidValue, match="prompt"):
+            llm.generate(prompts, SAMPLED)
+    for params in ({"max_tokens": 3}, [None]):
+        with pytest.raises(InvalidValue, match="params"):
+            llm.generate(["abc"], params)
+    with pytest.raises(InvalidValue, match="prompt_ids"):
+        llm.stream(5)
+
+
 def test_logits_that_are_no_numbers_end_one_request(llm):
     good = llm.generate("abc", SAMPLED)[0]
     llm.model.model.embed_tokens.weight[ord("!")] = torch.nan
     bad, after = llm.generate(["abc!", "abc"], SAMPLED)
     assert bad.finish_reason == "error" and "logits" in bad.error and bad.token_ids == ()
+    scored = llm.generate("abc!", SamplingParams(max_tokens=0, prompt_logprobs=0))[0]
+    assert scored.finish_reason == "error" and "prompt" in scored.error
     assert after.finish_reason == "length" and after.token_ids[:3] == good.token_ids[:3]
 
 
@@ -157,8 +188,9 @@ def test_bad_folders_and_configs_are_named(tmp_path, small_folder):
     with pytest.raises(InvalidValue, match="device is 'abacus'"):
         LLM(small_folder, config=EngineConfig(device="abacus"))
     if not torch.cuda.is_available():
-        with pytest.raises(MissingRequirement, match="CUDA"):
-            LLM(small_folder, config=EngineConfig(device="cuda"))
+        for device in ("cuda", "cuda:9"):
+            with pytest.raises(MissingRequirement, match="CUDA"):
+                LLM(small_folder, config=EngineConfig(device=device))
     for field, value in (("dtype", "float8"), ("batch_tokens", 0), ("max_context", -1), ("seed", -1)):
         with pytest.raises(InvalidValue, match=field):
             EngineConfig(**{field: value})
@@ -168,3 +200,5 @@ def test_a_smaller_context_can_be_asked_for(small_folder):
     llm = LLM(small_folder, config=EngineConfig(max_context=20))
     with pytest.raises(PromptTooLong, match="at most 20"):
         llm.generate("123456789", SAMPLED)
+    with pytest.raises(InvalidValue, match="max_context is 257; it must be at most 256"):
+        LLM(small_folder, config=EngineConfig(max_context=257))

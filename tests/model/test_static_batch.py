@@ -22,7 +22,7 @@ CONFIG = replace(SPARSE, num_hidden_layers=4, layer_types=("linear_attention",) 
 
 @pytest.fixture(scope="module")
 def model():
-    """Random weights in float64, with gates that neither forget at once nor never (see faults.md's small model)."""
+    """Random weights in float64, with gates that neither forget at once nor never."""
     tensors = {name: 0.3 * tensor.double() for name, tensor in random_tensors(CONFIG, seed=1).items()}
     model = HybridLM(CONFIG).double()
     model.load_state_dict(tensors)
