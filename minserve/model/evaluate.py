@@ -25,7 +25,8 @@ from minserve.model.step import Step
 from minserve.model.tokenizer_files import END_OF_TEXT, IM_END
 from minserve.request import Request, SamplingParams
 
-CONTEXT_TOKENS, WINDOW_TOKENS = 512, 2048
+CONTEXT_TOKENS, WINDOW_TOKENS = 2048, 4096
+OBSERVED_TOKENS = 2048  # of each text, where less is enough
 
 
 @dataclass
@@ -65,8 +66,8 @@ class WholeText(TrainMemory):
 def windows(text: str) -> Iterator[tuple[list[int], int]]:
     """Cut a text into (tokens, number of leading tokens that are context only), each byte scored exactly once.
 
-    >>> [(len(tokens), context) for tokens, context in windows("x" * 2000)]
-    [(1537, 1), (976, 512)]
+    >>> [(len(tokens), context) for tokens, context in windows("x" * 5000)]
+    [(2049, 1), (4096, 2048), (2952, 2048)]
     """
     tokens, new = [END_OF_TEXT, *text.encode()], WINDOW_TOKENS - CONTEXT_TOKENS
     for start in range(1, len(tokens), new):
@@ -81,7 +82,10 @@ def whole_step(tokens: list[int]) -> Step:
 
 @torch.inference_mode()
 def bits_per_byte(model: HybridLM, texts: list[str]) -> tuple[float, int]:
-    """Mean -log2 of the probability of each byte, given up to 2,048 bytes before it, and the number of bytes."""
+    """Mean -log2 of the probability of each byte, and the number of bytes.
+
+    A byte is predicted from the 2,048 to 4,096 bytes before it, fewer at its document's start.
+    """
     bits, num_bytes = 0.0, 0
     for tokens, context in tqdm([w for text in texts for w in windows(text)], desc="bits per byte"):
         logits = model(whole_step(tokens), WholeText(len(tokens))).logits
@@ -98,7 +102,7 @@ def observe(model: HybridLM, texts: list[str]) -> dict:
     """Expert load by layer (share of the choices) and half-lives of the DeltaNet heads (tokens, median), on texts."""
     loads, decays = {}, {}
     for text in tqdm(texts, desc="routing and forgetting"):
-        memory = WholeText(len(tokens := [END_OF_TEXT, *text.encode()][:WINDOW_TOKENS]))
+        memory = WholeText(len(tokens := [END_OF_TEXT, *text.encode()][:OBSERVED_TOKENS]))
         for layer, routing in enumerate(model(whole_step(tokens), memory).routing):
             counts = torch.bincount(routing.expert_ids.flatten(), minlength=model.config.num_experts)
             loads[layer] = loads.get(layer, 0) + counts
@@ -134,7 +138,7 @@ def acceptance_on_text(model: HybridLM, texts: list[str], depth: int = 3) -> tup
     """How often the likeliest drafts of depths 1..d equal the text, and the first the model's choice."""
     right, same, total = torch.zeros(depth), 0, 0
     for text in tqdm(texts, desc="drafts on text"):
-        tokens = [END_OF_TEXT, *text.encode()][:WINDOW_TOKENS]
+        tokens = [END_OF_TEXT, *text.encode()][:OBSERVED_TOKENS]
         target, draft = draft_probs(model, tokens, depth, temperature=1.0)
         hits = torch.stack([q.argmax(-1) == torch.tensor(tokens[d + 2 : d + 2 + len(q)]) for d, q in enumerate(draft)])
         right += hits.cumprod(0).sum(1)
