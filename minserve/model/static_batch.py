@@ -4,8 +4,8 @@ What a loop around generate() becomes when it is handed a list of prompts. Short
 Decoding goes on until the longest request has its last token. The rows of the others are computed too, for nobody: with
 the pads, those positions are what `num_padded` counts.
 
-Serving systems batched whole requests like this from the first (TensorFlow Serving and Clipper, 2017); Orca (OSDI 2022)
-named it request-level scheduling and replaced it.
+Serving systems batched whole requests like this from the first (TensorFlow Serving, 2016; Clipper, 2017). Orca (OSDI
+2022) named it request-level scheduling and replaced it.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ def text(llm):
 def requests(prompts, wanted, times=None):
     times = [0.0] * len(prompts) if times is None else times
     params = [SamplingParams(max_tokens=int(num), ignore_eos=True) for num in wanted]
-    return [(float(t), Request(i, *rest, seed=i)) for i, (t, *rest) in enumerate(zip(times, prompts, params, strict=True))]
+    rows = enumerate(zip(times, prompts, params, strict=True))
+    return [(float(time_s), Request(i, *what, seed=i)) for i, (time_s, *what) in rows]
 
 
 def play(arrivals, batch_size, max_wait_s=0.0, cost=lambda rows: 1.0, model=None):
@@ -63,8 +64,8 @@ def weight_bytes_per_token(config, size, **how):
 
 
 def test_1a_one_at_a_time_reads_all_weights_for_every_token(llm, text):
-    dense, sparse, large = map(named_config, ("qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3.8-2.4t-a95b"))
-    shares = [weight_bytes_per_token(config, 64) / weight_bytes_per_token(config, 1) for config in (dense, sparse, large)]
+    published = map(named_config, ("qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3.8-2.4t-a95b"))
+    shares = [weight_bytes_per_token(config, 64) / weight_bytes_per_token(config, 1) for config in published]
     assert shares == pytest.approx([1 / 64, 0.159, 0.291], rel=0.01)  # sparse ones share less: more experts are read
 
     prompts, routed = [text[500 * i :][:32] for i in range(64)], []
@@ -93,7 +94,8 @@ def test_1b_waiting_to_fill_a_batch_makes_the_first_user_wait():
     alone = {name: play(chats(*load), 1, 2.0, cost_of_the_35b) for name, load in loads.items()}
     batch = {name: play(chats(*load), 8, 2.0, cost_of_the_35b) for name, load in loads.items()}
     assert alone["calm"].ttft.p50 < 0.05 and batch["calm"].ttft.p50 > 2.0
-    assert alone["bursts"].ttft.p50 < batch["bursts"].ttft.p50 and alone["bursts"].ttft.p99 > 2 * batch["bursts"].ttft.p99
+    assert alone["bursts"].ttft.p50 < batch["bursts"].ttft.p50
+    assert alone["bursts"].ttft.p99 > 2 * batch["bursts"].ttft.p99
     assert alone["busy"].ttft.p50 > 10 * batch["busy"].ttft.p50
     assert batch["busy"].tokens_per_s > 1.7 * alone["busy"].tokens_per_s
     assert batch["busy"].padded_share > 0.5 and alone["busy"].padded_share == 0
@@ -152,7 +154,7 @@ def test_1d_arrivals_are_bursty_and_lengths_skewed():
     assert azure.cv < mooncake.cv and azure.dispersion > mooncake.dispersion  # which is burstier depends on the window
     for shape in shapes.values():
         for lengths in (shape.prompt_tokens.quantiles, shape.output_tokens.quantiles):
-            assert lengths[95] >= 40 * lengths[5] or lengths[99] > 3 * lengths[50]
+            assert lengths[99] > 3 * lengths[50] and lengths[99] > 30 * lengths[1]
     waits = [play(requests([[0]] * 400, [1] * 400, gamma_times(400, 0.5, cv, np.random.default_rng(7))), 1).ttft.p90
              for cv in (0, 1, 3)]  # fmt: skip
     assert waits[0] == 1.0 and 1.5 < waits[1] < 5 and waits[2] > 10
@@ -170,8 +172,8 @@ def test_1e_training_and_serving_use_the_same_weights_in_another_way(llm, text):
     assert (trained[:256] - served).abs().max() < 1e-4 * served.abs().max()
 
     load = workload_like("azure_conversation", 16, np.random.default_rng(3)).shrunk(16)
-    arrivals = requests([text[900 * i :][: a.prompt_tokens] for i, a in enumerate(load)], [a.output_tokens for a in load])
-    batch = play(arrivals, 16)
+    prompts = [text[900 * i :][: arrival.prompt_tokens] for i, arrival in enumerate(load)]
+    batch = play(requests(prompts, [arrival.output_tokens for arrival in load]), 16)
     assert batch.rows_per_step == 16 and batch.padded_share > 0.5
     alone = play([(0.0, Request(9, text[:32], SamplingParams(max_tokens=8), seed=0))], 1)
     assert alone.rows_per_step == 1 and alone.padded_share == 0
