@@ -8,7 +8,7 @@ INSTALL := $(BIN)/pip install -q --disable-pip-version-check -c .ci/constraints.
 .PHONY: demo test notebooks exercises bench clean
 
 demo: .venv/base
-	$(BIN)/python -m minserve generate "def area(" --temperature 0.8 --seed 1 --max-tokens 300
+	$(BIN)/python -m minserve generate "def area(" --temperature 0.8 --top-p 0.9 --seed 8 --max-tokens 300
 	$(BIN)/python -m minserve doctor
 
 test: .venv/dev

@@ -119,21 +119,10 @@ def model_card(name: str, config: ModelConfig, figures: dict) -> str:
     ]
     if mtp:
         shown = ["/".join(f"{share:.2f}" for share in mtp[kind]) for kind in ("on_text", "sampled_0.8")]
-        lines.append(
-            f"- MTP drafts accepted at depth 1/2/3: {shown[0]} against real text, {shown[1]} when sampling at 0.8"
-        )
-    lines += [
-        "",
-        "All figures: figures.json. Licence: that of minserve (MIT); the training text is under the PSF licence.",
-        "",
-    ]
+        lines.append(f"- MTP drafts accepted at depth 1/2/3: {shown[0]} on real text, {shown[1]} when sampling at 0.8")
+    licence = "All figures: figures.json. Licence: that of minserve (MIT); the training text is under the PSF licence."
+    lines += ["", licence, ""]
     for sample in figures["samples"]:
-        lines += [
-            f"`{sample['prompt'].strip()}` (seed {sample['seed']})",
-            "",
-            "```",
-            sample["prompt"] + sample["text"],
-            "```",
-            "",
-        ]
+        text = sample["prompt"] + sample["text"]
+        lines += [f"`{sample['prompt'].strip()}` (seed {sample['seed']})", "", "```", text, "```", ""]
     return "\n".join(lines)

@@ -243,7 +243,7 @@ def train(model_config: ModelConfig, config: TrainConfig, out: str | Path) -> Pa
     """
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    before = dict(os.environ)
+    before = {**os.environ}
     os.environ.update(PROCESS_SETTINGS)  # read by the processes when they start
     try:
         with tempfile.TemporaryDirectory() as folder:
