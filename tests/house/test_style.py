@@ -115,7 +115,8 @@ def rule_no_unowned_state(source, path):
 def rule_no_environment(source, path):
     """No variable of the environment is read. To set some, or to hand all to a child process, is not to read."""
     tree = list(ast.walk(ast.parse(source)))
-    set_here = [node.value for node in tree if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del)]
+    subscripts = [node for node in tree if isinstance(node, ast.Subscript)]
+    set_here = [node.value for node in subscripts if isinstance(node.ctx, ast.Store | ast.Del)]
     set_here += [node.value for node in tree if isinstance(node, ast.Attribute) and node.attr == "update"]
     dicts = [node for node in tree if isinstance(node, ast.Dict)]
     handed_on = [value for node in dicts for key, value in zip(node.keys, node.values, strict=True) if key is None]
