@@ -35,7 +35,7 @@ def find(name: str) -> Path:
 
 
 def execute(notebook: nbformat.NotebookNode, folder: Path = CHAPTERS, timeout_s: int = 600, **environment: str):
-    """Run all cells in a fresh kernel, in place.
+    """Run all cells in a fresh kernel, in place, in one thread: a second one spins while it waits for a busy neighbour.
 
     Arguments:
         folder: where the cells run.
@@ -47,7 +47,8 @@ def execute(notebook: nbformat.NotebookNode, folder: Path = CHAPTERS, timeout_s:
         notebook, timeout=timeout_s, kernel_name="python3", resources={"metadata": {"path": str(folder)}},
         record_timing=False,
     )  # fmt: skip
-    client.execute(env={**os.environ, "PYTHONPATH": str(CHAPTERS.parent), **environment})
+    fixed = {"PYTHONPATH": str(CHAPTERS.parent), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    client.execute(env={**os.environ, **fixed, **environment})
     return notebook
 
 

@@ -14,7 +14,7 @@ import functools
 from typing import NamedTuple
 
 import torch
-from einops import rearrange, repeat
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
@@ -133,7 +133,7 @@ def _wide(*tensors: Tensor) -> torch.dtype:
 
 def _to_value_heads(x: Float[Tensor, "batch tokens key_heads dim"], num_heads: int) -> Tensor:
     """Give every value head its key head: head h of num_heads reads key head h // (num_heads / key_heads)."""
-    return repeat(x, "b t h d -> b t (h r) d", r=num_heads // x.shape[2])
+    return x.repeat_interleave(num_heads // x.shape[2], dim=2)
 
 
 def _into_chunks(x: Float[Tensor, "batch tokens heads *dim"], chunk: int) -> Tensor:

@@ -33,6 +33,8 @@ def expert_mix(
         down: the way back, of each expert.
     Returns the mixed rows, in x's dtype. A token that chooses an expert twice gets it twice.
     """
+    if len(x) == 1:
+        return _mix_one_token(x, expert_ids, weights, gate_up, down)
     out = torch.zeros_like(x)
     for expert in expert_ids.unique().tolist():
         token, choice = (expert_ids == expert).nonzero(as_tuple=True)
@@ -40,6 +42,13 @@ def expert_mix(
         rows = F.linear(F.silu(gate) * up, down[expert]) * weights[token, choice, None]
         out = out.index_add(0, token, rows.to(out.dtype))
     return out
+
+
+def _mix_one_token(x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The mix of a single token, whose experts need no grouping: fewer calls, which is what decode waits for."""
+    gate, up = (gate_up[expert_ids[0]] @ x[0]).chunk(2, dim=-1)
+    rows = down[expert_ids[0]] @ (F.silu(gate) * up)[..., None]
+    return (weights[0] @ rows.squeeze(-1))[None].to(x.dtype)
 
 
 def expert_mix_dense(

@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
-from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -36,10 +35,9 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def rms_normalize(x: Float[Tensor, "*rows dim"], eps: float) -> Float[Tensor, "*rows dim"]:
-    """Divide x by its root mean square along the last axis; the result stays wide."""
-    x = x.to(wide(x))
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+def rms_normalize(x: Float[Tensor, "*rows dim"], weight: Float[Tensor, " dim"], eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight along the last axis; the result stays wide."""
+    return F.rms_norm(x.to(wide(x)), weight.shape, weight.to(wide(x)), eps)
 
 
 def l2_normalize(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
@@ -73,7 +71,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
         """Normalize the last axis; the result has x's dtype."""
-        return (rms_normalize(x, self.eps) * (1 + self.weight.to(wide(x)))).to(x.dtype)
+        return rms_normalize(x, 1 + self.weight.to(wide(x)), self.eps).to(x.dtype)
 
 
 class GatedRMSNorm(nn.Module):
@@ -85,7 +83,7 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows dim"], gate: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
         """Normalize the last axis of x and gate it; the result has the gate's dtype."""
-        normed = rms_normalize(x, self.eps) * self.weight.to(wide(x))
+        normed = rms_normalize(x, self.weight, self.eps)
         return (normed * F.silu(gate.to(wide(gate)))).to(gate.dtype)
 
 
@@ -104,9 +102,8 @@ class GatedAttention(nn.Module):
 
     def forward(self, x: Float[Tensor, "tokens hidden"], rotation: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
         """Attend from each token to its own sequence. q_proj is laid out per head as [query | gate]."""
-        q, gate = rearrange(self.q_proj(x), "t (h two d) -> two t h d", two=2, d=self.head_dim)
-        k = rearrange(self.k_proj(x), "t (h d) -> t h d", d=self.head_dim)
-        v = rearrange(self.v_proj(x), "t (h d) -> t h d", d=self.head_dim)
+        q, gate = self.q_proj(x).unflatten(1, (-1, 2, self.head_dim)).unbind(2)
+        k, v = (project(x).unflatten(1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj))
         q, k = rotate(self.q_norm(q), rotation), rotate(self.k_norm(k), rotation)
         out = memory.attend(self.index, q, k, v)
         return self.o_proj((out * gate.sigmoid()).flatten(1))
@@ -138,8 +135,8 @@ class GatedDeltaNet(nn.Module):
         """Convolve, apply the delta rule, gate; g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)."""
         qkv = memory.convolve(self.index, self.in_proj_qkv(x), self.conv1d.weight.squeeze(1))
         q, k, v = qkv.split(self.widths, dim=-1)
-        q, k = (rearrange(y, "t (h d) -> t h d", d=self.key_head_dim) for y in (q, k))
-        v, z = (rearrange(y, "t (h d) -> t h d", d=self.value_head_dim) for y in (v, self.in_proj_z(x)))
+        q, k = (y.unflatten(1, (-1, self.key_head_dim)) for y in (q, k))
+        v, z = (y.unflatten(1, (-1, self.value_head_dim)) for y in (v, self.in_proj_z(x)))
         a, b = self.in_proj_a(x), self.in_proj_b(x)
         g = -self.A_log.to(wide(a)).exp() * F.softplus(a.to(wide(a)) + self.dt_bias)
         q, k = l2_normalize(q) * self.key_head_dim**-0.5, l2_normalize(k)
