@@ -249,8 +249,11 @@ def sample(logits: Float[Tensor, "rows vocab"], requests: Sequence[Request]) -> 
     for row, request in enumerate(requests):
         if request.params.changes_logits:
             adjusted[row] = apply_penalties(logits[row], request.prompt_ids, request.output_ids, request.params)
-    draws = [0.0 if r.params.is_greedy else uniform(r.seed, r.num_committed, Stream.SAMPLE) for r in requests]
-    chosen = choose(filter_probs(adjusted, params), torch.tensor(draws, dtype=torch.float64)).tolist()
+    if all(p.is_greedy for p in params) and usable_rows(adjusted).all():
+        chosen = adjusted.argmax(dim=-1).tolist()  # what filter_probs would put all probability on
+    else:
+        draws = [0.0 if r.params.is_greedy else uniform(r.seed, r.num_committed, Stream.SAMPLE) for r in requests]
+        chosen = choose(filter_probs(adjusted, params), torch.tensor(draws, dtype=torch.float64)).tolist()
     return [
         Sampled(token, None if p.logprobs is None else token_logprobs(row, token, p.logprobs))
         for token, row, p in zip(chosen, logits, params, strict=True)

@@ -46,13 +46,13 @@ def gated_delta_recurrent(
     values, memory = v.to(dtype), state.to(dtype)
     decay, strength = g.to(dtype).exp(), beta.to(dtype)
     outs = []
-    for t in range(v.shape[1]):
-        memory = memory * decay[:, t, :, None, None]
-        found = (k[:, t, :, None, :] @ memory).squeeze(-2)
-        delta = strength[:, t, :, None] * (values[:, t] - found)
-        memory = memory + k[:, t, :, :, None] * delta[:, :, None, :]
-        outs.append((q[:, t, :, None, :] @ memory).squeeze(-2))
-    return torch.stack(outs, dim=1).to(v.dtype), memory.to(state.dtype)
+    tokens = (q[..., None, :], k[..., None, :], values[..., None, :], decay[..., None, None], strength[..., None, None])
+    for q_t, k_t, v_t, decay_t, strength_t in zip(*(x.unbind(1) for x in tokens), strict=True):
+        memory = memory * decay_t
+        delta = strength_t * (v_t - k_t @ memory)
+        memory = memory + k_t.mT @ delta
+        outs.append(q_t @ memory)
+    return torch.stack(outs, dim=1).squeeze(-2).to(v.dtype), memory.to(state.dtype)
 
 
 def gated_delta_chunked(

@@ -134,13 +134,12 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Float[Tensor, "tokens hidden"], memory: Memory) -> Float[Tensor, "tokens hidden"]:
         """Convolve, apply the delta rule, gate; g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)."""
         qkv = memory.convolve(self.index, self.in_proj_qkv(x), self.conv1d.weight.squeeze(1))
-        q, k, v = qkv.split(self.widths, dim=-1)
-        q, k = (y.unflatten(1, (-1, self.key_head_dim)) for y in (q, k))
+        qk, v = qkv.split([2 * self.widths[0], self.widths[2]], dim=-1)
+        q, k = l2_normalize(qk.unflatten(1, (-1, self.key_head_dim))).chunk(2, dim=1)
         v, z = (y.unflatten(1, (-1, self.value_head_dim)) for y in (v, self.in_proj_z(x)))
         a, b = self.in_proj_a(x), self.in_proj_b(x)
         g = -self.A_log.to(wide(a)).exp() * F.softplus(a.to(wide(a)) + self.dt_bias)
-        q, k = l2_normalize(q) * self.key_head_dim**-0.5, l2_normalize(k)
-        out = memory.recur(self.index, q, k, v, g, b.to(wide(b)).sigmoid())
+        out = memory.recur(self.index, q * self.key_head_dim**-0.5, k, v, g, b.to(wide(b)).sigmoid())
         return self.out_proj(self.norm(out, z).flatten(1))
 
 

@@ -15,6 +15,7 @@ from minserve.model.config import FULL, LINEAR, ModelConfig
 from minserve.model.counting import count_parameters, count_step, kv_bytes_per_token, state_bytes
 from minserve.model.footprint import FLOAT32, conv_tail_bytes
 from minserve.model.layers import GatedAttention, MixtureOfExperts, rotary_table, rotate
+from minserve.model.memory import Memory
 from minserve.model.model_figures import named_config
 from minserve.request import SamplingParams
 from minserve.sampling import choose, filter_probs
@@ -90,7 +91,7 @@ def test_step_time_and_ridge_equal_the_cost_model(rows):
     assert CH01.ridge(ours, "fp8", bytes_per_param=2.0) == pytest.approx(h100.ridge("fp8"))
 
 
-class SolvedMemory:
+class SolvedMemory(Memory):
     """A memory whose attention is the exercise's: it rotates by itself, and gets unrotated queries and keys."""
 
     def __init__(self):
@@ -101,7 +102,7 @@ class SolvedMemory:
         return out
 
 
-class PlainMemory:
+class PlainMemory(Memory):
     """Attention by the public function over a whole sequence."""
 
     def attend(self, layer, q, k, v):
@@ -118,7 +119,7 @@ def test_attention_and_its_gate_equal_the_layer(chunk):
     want = layer(x, rotary_table(torch.arange(9), TINY, x.dtype), PlainMemory())
     unrotated, memory, rows = rotary_table(torch.zeros(9, dtype=torch.long), TINY, x.dtype), SolvedMemory(), []
     for piece, *rotation in zip(x.split(chunk), *(table.split(chunk) for table in unrotated), strict=True):
-        rows.append(layer(piece, rotation, memory))
+        rows.append(layer(piece, tuple(rotation), memory))
     torch.testing.assert_close(torch.cat(rows), want, rtol=1e-9, atol=1e-12)
 
     projected = layer.q_proj(x)
