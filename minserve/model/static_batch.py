@@ -155,10 +155,10 @@ def _record_step(log: EventLog, requests, new_ids: list[list[int]], starts: list
 
 def _finish_if_done(request: Request, model: HybridLM | None) -> None:
     """End a request that has its last token. Changes: the request."""
-    output_ids = request.output_ids
-    if model is not None and output_ids[-1] in stop_ids(request.params, model.config.eos_token_ids):
+    num_output = request.num_committed - len(request.prompt_ids)
+    if model is not None and request.tokens[-1] in stop_ids(request.params, model.config.eos_token_ids):
         request.finish(FinishReason.STOP)
-    elif len(output_ids) >= request.params.max_tokens:
+    elif num_output >= request.params.max_tokens:
         request.finish(FinishReason.LENGTH)
 
 
