@@ -11,8 +11,9 @@ demo: .venv/base
 	$(BIN)/python -m minserve generate "def area(" --temperature 0.8 --top-p 0.9 --seed 8 --max-tokens 300
 	$(BIN)/python -m minserve doctor
 
+# One thread: the models are tiny, and two threads that wait for one another on a busy machine are many times slower.
 test: .venv/dev
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 exercises: .venv/dev
 	$(BIN)/python -m pytest tests/exercises -q
