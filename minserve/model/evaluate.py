@@ -90,9 +90,8 @@ def bits_per_byte(model: HybridLM, texts: list[str]) -> tuple[float, int]:
     for tokens, context in tqdm([w for text in texts for w in windows(text)], desc="bits per byte"):
         logits = model(whole_step(tokens), WholeText(len(tokens))).logits
         targets = torch.tensor(tokens[context:])
-        bits += torch.nn.functional.cross_entropy(logits[context - 1 : -1], targets, reduction="sum").item() / math.log(
-            2
-        )
+        nats = torch.nn.functional.cross_entropy(logits[context - 1 : -1], targets, reduction="sum")
+        bits += nats.item() / math.log(2)
         num_bytes += len(targets)
     return bits / num_bytes, num_bytes
 

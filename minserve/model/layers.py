@@ -115,11 +115,8 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
         hidden, heads = config.hidden_size, config.linear_num_value_heads
-        self.index, self.key_head_dim, self.value_head_dim = (
-            index,
-            config.linear_key_head_dim,
-            config.linear_value_head_dim,
-        )
+        self.index = index
+        self.key_head_dim, self.value_head_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self.widths = [config.key_dim, config.key_dim, config.value_dim]
         self.in_proj_qkv = nn.Linear(hidden, config.conv_channels, bias=False)
         self.in_proj_z = nn.Linear(hidden, config.value_dim, bias=False)

@@ -49,7 +49,7 @@ def test_the_trainers_rows_are_sequences_that_start_from_nothing(config, row_tok
             torch.testing.assert_close(logits, served, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("num_tokens,top_k", [(0, 2), (1, 1), (7, 3), (20, 5)])
+@pytest.mark.parametrize("num_tokens,top_k", [(0, 2), (1, 1), (1, 3), (7, 3), (20, 5)])
 def test_both_forms_of_the_expert_mix_agree_and_so_do_their_gradients(num_tokens, top_k):
     torch.manual_seed(0)
     x, gate_up, down = (torch.randn(s, dtype=torch.float64) for s in ((num_tokens, 6), (5, 8, 6), (5, 6, 4)))
