@@ -19,6 +19,7 @@ any batch, in any row order, and again after preemption.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -245,12 +246,17 @@ def sample(logits: Float[Tensor, "rows vocab"], requests: Sequence[Request]) -> 
     if not requests:
         return []
     params = [request.params for request in requests]
-    adjusted = _wide(logits).clone()
-    for row, request in enumerate(requests):
-        if request.params.changes_logits:
-            adjusted[row] = apply_penalties(logits[row], request.prompt_ids, request.output_ids, request.params)
-    if all(p.is_greedy for p in params) and usable_rows(adjusted).all():
-        chosen = adjusted.argmax(dim=-1).tolist()  # what filter_probs would put all probability on
+    adjusted = _wide(logits)
+    if any(p.changes_logits for p in params):
+        adjusted = torch.stack(
+            [
+                apply_penalties(row, r.prompt_ids, r.output_ids, r.params)
+                for row, r in zip(logits, requests, strict=True)
+            ]
+        )
+    best, greedy = adjusted.max(dim=-1)  # of equal ones the first
+    if all(p.is_greedy for p in params) and all(map(math.isfinite, best.tolist())):
+        chosen = greedy.tolist()  # what filter_probs would put all probability on
     else:
         draws = [0.0 if r.params.is_greedy else uniform(r.seed, r.num_committed, Stream.SAMPLE) for r in requests]
         chosen = choose(filter_probs(adjusted, params), torch.tensor(draws, dtype=torch.float64)).tolist()
@@ -258,3 +264,15 @@ def sample(logits: Float[Tensor, "rows vocab"], requests: Sequence[Request]) -> 
         Sampled(token, None if p.logprobs is None else token_logprobs(row, token, p.logprobs))
         for token, row, p in zip(chosen, logits, params, strict=True)
     ]
+
+
+def score_prompt(request: Request, logits: Float[Tensor, "tokens vocab"], start: int) -> None:
+    """Record how likely each prompt token was, from the logits of a slice that begins at `start`.
+
+    Row i speaks of token start + i + 1. What is recorded already stays: a preempted request runs its prompt again.
+    Changes: the request's prompt_logprobs.
+    """
+    scores = request.prompt_logprobs = request.prompt_logprobs or [None]
+    first = max(0, len(scores) - 1 - start)
+    for row, token in zip(logits[first:], request.prompt_ids[start + 1 + first :], strict=False):
+        scores.append(token_logprobs(row, token, request.params.prompt_logprobs))

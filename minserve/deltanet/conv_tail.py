@@ -9,7 +9,7 @@ state as much as the matrix is: a chunk that starts without its tail computes so
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -37,3 +37,36 @@ def conv_tail(
         return x, joined
     windows = joined.unfold(1, weight.shape[1], 1)  # [batch tokens channels kernel], a view
     return F.silu((windows * weight).sum(-1)), joined[:, x.shape[1] :]
+
+
+def conv_tail_ragged(
+    x: Float[Tensor, "tokens channels"],
+    weight: Float[Tensor, "channels kernel"],
+    tails: Float[Tensor, "rows kernel_minus_1 channels"],
+    row_starts: Int[Tensor, " rows_plus_1"],
+) -> tuple[Float[Tensor, "tokens channels"], Float[Tensor, "rows kernel_minus_1 channels"]]:
+    """Convolve the rows of a step, each continuing from its own tail; no row sees its neighbour's inputs.
+
+    Arguments:
+        x: the rows' inputs, packed.
+        weight, tails: as in `conv_tail`, one tail per row.
+        row_starts: where each row begins in x, and the end; a row may be empty, and then keeps its tail.
+    Returns the outputs, packed, and the new tails. Nothing is changed in place.
+    """
+    (num_rows, keep, _), num_tokens = tails.shape, len(x)
+    if num_tokens == num_rows and bool((row_starts.diff() == 1).all()):
+        out, new = conv_tail(x[:, None], weight, tails)
+        return out[:, 0], new
+    # One memory: the old tails of all rows, then all inputs. A token before its row's first lies in the row's tail.
+    memory = torch.cat([tails.to(x.dtype).flatten(0, 1), x])
+
+    def address(token: Tensor, row: Tensor) -> Tensor:
+        place = token - row_starts[row]
+        return torch.where(place >= 0, num_rows * keep + token, (row + 1) * keep + place)
+
+    rows = torch.arange(num_rows, device=x.device)
+    row = rows.repeat_interleave(row_starts.diff())[:, None]
+    back = torch.arange(-keep, 1, device=x.device)
+    windows = memory[address(torch.arange(num_tokens, device=x.device)[:, None] + back, row)]
+    new = memory[address(row_starts[1:, None] + back[:-1], rows[:, None])]
+    return F.silu((windows * weight.mT).sum(1)), new

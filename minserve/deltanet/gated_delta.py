@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -42,17 +42,17 @@ def gated_delta_recurrent(
     if not v.shape[1]:
         return torch.zeros_like(v), state
     dtype = _wide(v, g, state)
-    q, k = (_to_value_heads(x.to(dtype), v.shape[2]) for x in (q, k))
-    values, memory = v.to(dtype), state.to(dtype)
-    decay, strength = g.to(dtype).exp(), beta.to(dtype)
+    q, k = (_to_value_heads(_as_dtype(x, dtype), v.shape[2]) for x in (q, k))
+    values, memory = _as_dtype(v, dtype), _as_dtype(state, dtype)
+    decay, strength = _as_dtype(g, dtype).exp()[..., None, None], _as_dtype(beta, dtype)[..., None]
     outs = []
-    tokens = (q[..., None, :], k[..., None, :], values[..., None, :], decay[..., None, None], strength[..., None, None])
-    for q_t, k_t, v_t, decay_t, strength_t in zip(*(x.unbind(1) for x in tokens), strict=True):
-        memory = memory * decay_t
-        delta = strength_t * (v_t - k_t @ memory)
-        memory = memory + k_t.mT @ delta
-        outs.append(q_t @ memory)
-    return torch.stack(outs, dim=1).squeeze(-2).to(v.dtype), memory.to(state.dtype)
+    for t in range(v.shape[1]):
+        memory = memory * decay[:, t]
+        found = (k[:, t, :, None] @ memory).squeeze(-2)
+        delta = strength[:, t] * (values[:, t] - found)
+        memory = memory + k[:, t, :, :, None] * delta[:, :, None]
+        outs.append(q[:, t, :, None] @ memory)
+    return _as_dtype(torch.cat(outs, dim=2).transpose(1, 2), v.dtype), _as_dtype(memory, state.dtype)
 
 
 def gated_delta_chunked(
@@ -73,7 +73,7 @@ def gated_delta_chunked(
         return torch.zeros_like(v), state
     terms = within_chunks(q, k, v, g.to(_wide(v, g, state)), beta, chunk)
     out, memory = across_chunks(terms, state)
-    return out[:, : v.shape[1]].to(v.dtype), memory.to(state.dtype)
+    return _as_dtype(out[:, : v.shape[1]], v.dtype), _as_dtype(memory, state.dtype)
 
 
 class ChunkTerms(NamedTuple):
@@ -95,7 +95,7 @@ def within_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chun
     """
     dtype = _wide(v, g)
     q, k = (_to_value_heads(x, v.shape[2]) for x in (q, k))
-    q, k, values, g, beta = (_into_chunks(x.to(dtype), chunk) for x in (q, k, v, g, beta))
+    q, k, values, g, beta = (_into_chunks(_as_dtype(x, dtype), chunk) for x in (q, k, v, g, beta))
     cumulative = g.cumsum(-1)
     lower = torch.ones(chunk, chunk, dtype=torch.bool, device=v.device).tril()
     # e^(G_i - G_j) for i >= j; the difference is masked before exp, since above the diagonal it could overflow.
@@ -126,9 +126,71 @@ def across_chunks(terms: ChunkTerms, state: Float[Tensor, "batch heads key_dim v
     return rearrange(torch.stack(outs, dim=2), "b h c t d -> b (c t) h d"), memory
 
 
+def gated_delta_ragged(
+    q: Float[Tensor, "tokens key_heads key_dim"],
+    k: Float[Tensor, "tokens key_heads key_dim"],
+    v: Float[Tensor, "tokens value_heads value_dim"],
+    g: Float[Tensor, "tokens value_heads"],
+    beta: Float[Tensor, "tokens value_heads"],
+    state: Float[Tensor, "rows value_heads key_dim value_dim"],
+    row_starts: Int[Tensor, " rows_plus_1"],
+    chunk: int = 64,
+) -> tuple[Float[Tensor, "tokens value_heads value_dim"], Float[Tensor, "rows value_heads key_dim value_dim"]]:
+    """Run the rule on the packed rows of a step, each from its own state: single tokens together, long rows in chunks.
+
+    Arguments:
+        q, k, v, g, beta: as in `gated_delta_recurrent`, the rows' tokens packed.
+        state: one per row; an empty row gets its own back.
+        row_starts: where each row begins in the packing, and the end.
+        chunk: tokens per chunk of rows longer than one token.
+    Returns the outputs, packed, and the state of each row after its last token. Nothing is changed in place.
+    """
+    tokens, lengths = (q, k, v, g, beta), row_starts.diff()
+    single, long = (lengths == 1).nonzero().flatten(), (lengths > 1).nonzero().flatten()
+    if len(single) == len(lengths) == len(v):
+        out, new_state = gated_delta_recurrent(*(x[:, None] for x in tokens), state)
+        return out[:, 0], new_state
+    out, new_state = torch.zeros_like(v), state.clone()
+    if len(single):
+        at = row_starts[single]
+        outs, new_state[single] = gated_delta_recurrent(*(x[at, None] for x in tokens), state[single])
+        out[at] = outs[:, 0]
+    if len(long):
+        long = long[lengths[long].argsort(descending=True, stable=True)]
+        _run_long_rows(tokens, row_starts[long], lengths[long], min(chunk, int(lengths.max())), long, out, new_state)
+    return out, new_state
+
+
+def _run_long_rows(
+    tokens: tuple[Tensor, ...], starts: Tensor, lengths: Tensor, chunk: int, rows: Tensor, out: Tensor, state: Tensor
+) -> None:
+    """Run rows, longest first, chunk by chunk side by side. Changes: `out` at their tokens, `state` at their rows."""
+    first = torch.arange(0, int(lengths[0]), chunk, device=starts.device)
+    # All first chunks, then the second ones of the rows that have one, and so on: [chunks chunk], where each token is.
+    offset = (first[:, None] + torch.zeros_like(starts))[first[:, None] < lengths]
+    row = torch.arange(len(starts), device=starts.device).expand(len(first), -1)[first[:, None] < lengths]
+    place = offset[:, None] + torch.arange(chunk, device=starts.device)
+    exists = place < lengths[row][:, None]
+    address = torch.where(exists, starts[row][:, None] + place, starts[row][:, None])
+    q, k, v, g, beta = (x[address] * exists.view(*exists.shape, *[1] * (x.ndim - 1)) for x in tokens)
+    terms = within_chunks(q, k, v, g.to(_wide(v, g, state)), beta, chunk)
+    memory, begin = state[rows], 0
+    for count in (first[:, None] < lengths).sum(1).tolist():
+        stop = begin + count
+        outs, memory[:count] = across_chunks(ChunkTerms(*(term[begin:stop] for term in terms)), memory[:count])
+        out[address[begin:stop][exists[begin:stop]]] = outs[exists[begin:stop]].to(out.dtype)
+        begin = stop
+    state[rows] = memory
+
+
 def _wide(*tensors: Tensor) -> torch.dtype:
     """The dtype of the arithmetic: float32, or float64 where one of the tensors has it."""
     return functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
+
+
+def _as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in a dtype; a `to` that has nothing to do costs as much as one of the rule's products."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _to_value_heads(x: Float[Tensor, "batch tokens key_heads dim"], num_heads: int) -> Tensor:

@@ -10,6 +10,8 @@ Shazeer et al., Outrageously Large Neural Networks (arXiv 1701.06538), section 2
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -35,21 +37,30 @@ def expert_mix(
     """
     if len(x) == 1:
         return _mix_one_token(x, expert_ids, weights, gate_up, down)
-    out = torch.zeros_like(x)
-    for expert in expert_ids.unique().tolist():
-        token, choice = (expert_ids == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(x[token], gate_up[expert]).chunk(2, dim=-1)
-        rows = F.linear(F.silu(gate) * up, down[expert]) * weights[token, choice, None]
-        out = out.index_add(0, token, rows.to(out.dtype))
-    return out
+    # Sort the choices by expert, so that each expert's rows lie together and are two products.
+    num_choices = expert_ids.shape[1]
+    choice = expert_ids.flatten().argsort(stable=True)
+    counts = torch.bincount(expert_ids.flatten(), minlength=len(gate_up)).tolist()
+    rows = x[choice // num_choices].split(counts)
+    gate, up = _per_expert(rows, gate_up).chunk(2, dim=-1)
+    mixed = _per_expert((F.silu(gate) * up).split(counts), down)
+    out = torch.empty_like(mixed).index_copy(0, choice, mixed).unflatten(0, (-1, num_choices))
+    return (out * weights[..., None]).sum(1).to(x.dtype)
+
+
+def _per_expert(rows: Sequence[Tensor], matrices: Float[Tensor, "experts out in"]) -> Float[Tensor, "choices out"]:
+    """Multiply each expert's rows by its matrix; experts without rows are not read."""
+    products = [F.linear(part, matrices[expert]) for expert, part in enumerate(rows) if len(part)]
+    return torch.cat(products) if products else matrices.new_zeros(0, matrices.shape[1])
 
 
 def _mix_one_token(x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """The mix of a single token, whose experts need no grouping: fewer calls, which is what decode waits for."""
-    (chosen,), num_chosen = expert_ids, expert_ids.shape[1]
-    gate, up = F.linear(x, gate_up.index_select(0, chosen).flatten(0, 1)).view(num_chosen, 2, -1).unbind(1)
-    rows = F.silu(gate) * up * weights[0, :, None]
-    return torch.bmm(rows[:, None].to(x.dtype), down.index_select(0, chosen).mT).sum(0)
+    outs = []
+    for expert in expert_ids[0].tolist():
+        gate, up = F.linear(x, gate_up[expert]).chunk(2, dim=-1)
+        outs.append(F.linear(F.silu(gate) * up, down[expert]))
+    return weights.to(x.dtype) @ torch.cat(outs)
 
 
 def expert_mix_dense(

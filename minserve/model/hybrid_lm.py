@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from minserve.errors import InvalidValue
 from minserve.model.checkpoint import read_config, read_tensors
 from minserve.model.config import ModelConfig
-from minserve.model.layers import EXPERT_MIX, DecoderLayer, RMSNorm, Routing, rotary_table
+from minserve.model.implementations import choose_implementation
+from minserve.model.joined_projections import join_projections
+from minserve.model.layers import DecoderLayer, RMSNorm, Routing, rotary_table
 from minserve.model.memory import Memory
 from minserve.model.mtp import MTPHead
 from minserve.model.step import Step
@@ -40,13 +42,12 @@ class HybridLM(nn.Module):
     """A Qwen3.5-family text decoder; it computes and remembers nothing.
 
     Its parameters bear the names of the published checkpoints, so `state_dict()` is a checkpoint.
-    `impl` names the implementation of the layers: "torch" to serve, "train" to train.
+    `impl` names the implementation of the layers: see `minserve.model.implementations`.
     """
 
     def __init__(self, config: ModelConfig, impl: str = "torch"):
         super().__init__()
-        if impl not in EXPERT_MIX:
-            raise InvalidValue("impl", impl, "one of " + ", ".join(EXPERT_MIX))
+        choose_implementation(impl)
         self.config = config
         self.model = Trunk(config, impl)
         self.lm_head = (
@@ -56,16 +57,22 @@ class HybridLM(nn.Module):
 
     @classmethod
     def from_checkpoint(
-        cls, path: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+        cls,
+        path: str | Path,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        impl: str = "torch",
     ) -> HybridLM:
         """Read a checkpoint folder; the errors are those of minserve.model.checkpoint."""
         config = read_config(path)
         with torch.device("meta"):
-            model = cls(config)
+            model = cls(config, impl)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         tensors, _ = read_tensors(path, config, shapes, dtype=dtype, device=device)
         model.load_state_dict(tensors, assign=True)
-        return model.requires_grad_(False).eval()
+        model.requires_grad_(False).eval()
+        join_projections(model)
+        return model
 
     def forward(self, step: Step, memory: Memory) -> ModelOutput:
         """Run one step: every token of it through every layer, `memory` supplying what came before."""

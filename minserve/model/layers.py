@@ -6,7 +6,6 @@ the published checkpoints. Gated attention: Qiu et al., arXiv 2505.06708. Gated 
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -14,12 +13,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from minserve.experts.expert_mix import expert_mix, expert_mix_dense
 from minserve.model.config import FULL, ModelConfig
+from minserve.model.implementations import choose_implementation
+from minserve.model.joined_projections import JoinedProjections
 from minserve.model.memory import Memory
-
-# The one place where an implementation is chosen. "train" computes every expert: see expert_mix_dense.
-EXPERT_MIX = MappingProxyType({"torch": expert_mix, "train": expert_mix_dense})
 
 
 class Routing(NamedTuple):
@@ -30,35 +27,40 @@ class Routing(NamedTuple):
     weights: Float[Tensor, "tokens top_k"]
 
 
-def wide(x: Tensor) -> torch.dtype:
-    """The dtype for sums and exponentials of x: float32, or float64 for a float64 tensor."""
-    return torch.promote_types(x.dtype, torch.float32)
+def widen(x: Tensor) -> Tensor:
+    """x in the dtype for sums and exponentials: float32, or float64 for a float64 tensor."""
+    return as_dtype(x, torch.promote_types(x.dtype, torch.float32))
 
 
-def rms_normalize(x: Float[Tensor, "*rows dim"], weight: Float[Tensor, " dim"], eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight along the last axis; the result stays wide."""
-    return F.rms_norm(x.to(wide(x)), weight.shape, weight.to(wide(x)), eps)
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in a dtype. A `to` that has nothing to do costs as much as a small product: a decode step has hundreds."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def rms_normalize(x: Float[Tensor, "*rows dim"], eps: float) -> Float[Tensor, "*rows dim"]:
+    """x / sqrt(mean(x^2) + eps) along the last axis; the result stays wide."""
+    return torch.rms_norm(widen(x), x.shape[-1:], None, eps)
 
 
 def l2_normalize(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
     """Divide x by its length along the last axis; the result stays wide. The 1e-6 stands under the root."""
-    x = x.to(wide(x))
+    x = widen(x)
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def rotary_table(positions: Int[Tensor, " tokens"], config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine of RoPE's angles, each [tokens, rotary_dim / 2]; position p turns pair i by p theta^(-2i/dim)."""
-    dtype = torch.promote_types(dtype, torch.float32)
-    pair = torch.arange(0, config.rotary_dim, 2, dtype=dtype, device=positions.device) / config.rotary_dim
-    angle = positions.to(dtype)[:, None] / config.rope_theta**pair
-    return angle.cos(), angle.sin()
+    wide = torch.promote_types(dtype, torch.float32)
+    pair = torch.arange(0, config.rotary_dim, 2, dtype=wide, device=positions.device) / config.rotary_dim
+    angle = positions.to(wide)[:, None] / config.rope_theta**pair
+    return as_dtype(angle.cos(), dtype), as_dtype(angle.sin(), dtype)
 
 
 def rotate(x: Float[Tensor, "tokens heads head_dim"], rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Turn the first rotary_dim dimensions of each head (dimension i pairs with i + rotary_dim / 2), keep the rest."""
-    cos, sin = (table[:, None].to(x.dtype) for table in rotation)
+    cos, sin = rotation[0][:, None], rotation[1][:, None]
     half = cos.shape[-1]
-    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    first, second, rest = torch.split_with_sizes(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
@@ -71,7 +73,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
         """Normalize the last axis; the result has x's dtype."""
-        return rms_normalize(x, 1 + self.weight.to(wide(x)), self.eps).to(x.dtype)
+        normed = rms_normalize(x, self.eps)
+        return as_dtype(torch.addcmul(normed, normed, widen(self.weight)), x.dtype)
+
+    __call__ = forward  # without the hooks of nn.Module, which cost a norm of one row a third of its time
 
 
 class GatedRMSNorm(nn.Module):
@@ -83,8 +88,10 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows dim"], gate: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
         """Normalize the last axis of x and gate it; the result has the gate's dtype."""
-        normed = rms_normalize(x, self.weight, self.eps)
-        return (normed * F.silu(gate.to(wide(gate)))).to(gate.dtype)
+        normed = rms_normalize(x, self.eps) * widen(self.weight)
+        return as_dtype(normed * F.silu(widen(gate)), gate.dtype)
+
+    __call__ = forward  # as above
 
 
 class GatedAttention(nn.Module):
@@ -99,14 +106,16 @@ class GatedAttention(nn.Module):
         self.v_proj = nn.Linear(hidden, config.num_key_value_heads * dim, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * dim, hidden, bias=False)
         self.q_norm, self.k_norm = RMSNorm(dim, config.rms_norm_eps), RMSNorm(dim, config.rms_norm_eps)
+        self.projections = JoinedProjections(self.q_proj, self.k_proj, self.v_proj)
 
     def forward(self, x: Float[Tensor, "tokens hidden"], rotation: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
         """Attend from each token to its own sequence. q_proj is laid out per head as [query | gate]."""
-        q, gate = self.q_proj(x).unflatten(1, (-1, 2, self.head_dim)).unbind(2)
-        k, v = (project(x).unflatten(1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj))
+        q, k, v = self.projections(x)
+        q, gate = q.unflatten(1, (-1, 2, self.head_dim)).unbind(2)
+        k, v = k.unflatten(1, (-1, self.head_dim)), v.unflatten(1, (-1, self.head_dim))
         q, k = rotate(self.q_norm(q), rotation), rotate(self.k_norm(k), rotation)
         out = memory.attend(self.index, q, k, v)
-        return self.o_proj((out * gate.sigmoid()).flatten(1))
+        return F.linear((out * gate.sigmoid()).flatten(1), self.o_proj.weight)
 
 
 class GatedDeltaNet(nn.Module):
@@ -127,21 +136,22 @@ class GatedDeltaNet(nn.Module):
         self.A_log, self.dt_bias = nn.Parameter(torch.zeros(heads)), nn.Parameter(torch.ones(heads))
         self.norm = GatedRMSNorm(self.value_head_dim, config.rms_norm_eps)
         self.out_proj = nn.Linear(config.value_dim, hidden, bias=False)
+        self.projections = JoinedProjections(self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
 
     def forward(self, x: Float[Tensor, "tokens hidden"], memory: Memory) -> Float[Tensor, "tokens hidden"]:
         """Convolve, apply the delta rule, gate; g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)."""
-        qkv = memory.convolve(self.index, self.in_proj_qkv(x), self.conv1d.weight.squeeze(1))
-        qk, v = qkv.split([2 * self.widths[0], self.widths[2]], dim=-1)
+        qkv, z, b, a = self.projections(x)
+        qkv = memory.convolve(self.index, qkv, self.conv1d.weight.squeeze(1))
+        qk, v = torch.split_with_sizes(qkv, [2 * self.widths[0], self.widths[2]], dim=-1)
         q, k = l2_normalize(qk.unflatten(1, (-1, self.key_head_dim))).chunk(2, dim=1)
-        v, z = (y.unflatten(1, (-1, self.value_head_dim)) for y in (v, self.in_proj_z(x)))
-        a, b = self.in_proj_a(x), self.in_proj_b(x)
-        g = -self.A_log.to(wide(a)).exp() * F.softplus(a.to(wide(a)) + self.dt_bias)
-        out = memory.recur(self.index, q * self.key_head_dim**-0.5, k, v, g, b.to(wide(b)).sigmoid())
-        return self.out_proj(self.norm(out, z).flatten(1))
+        v, z = v.unflatten(1, (-1, self.value_head_dim)), z.unflatten(1, (-1, self.value_head_dim))
+        g = -widen(self.A_log).exp() * F.softplus(widen(a) + self.dt_bias)
+        out = memory.recur(self.index, q * self.key_head_dim**-0.5, k, v, g, widen(b).sigmoid())
+        return F.linear(self.norm(out, z).flatten(1), self.out_proj.weight)
 
 
-class DenseMLP(nn.Module):
-    """The gated MLP: down(silu(gate x) * up x)."""
+class GatedMLP(nn.Module):
+    """The weights of down(silu(gate x) * up x), for an owner who multiplies x itself, along with other things."""
 
     def __init__(self, hidden: int, intermediate: int):
         super().__init__()
@@ -149,9 +159,21 @@ class DenseMLP(nn.Module):
         self.up_proj = nn.Linear(hidden, intermediate, bias=False)
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
+    def mix(self, gate: Float[Tensor, "tokens inner"], up: Float[Tensor, "tokens inner"]) -> Tensor:
+        """Go on from gate x and up x: the MLP's output, [tokens hidden]."""
+        return F.linear(F.silu(gate) * up, self.down_proj.weight)
+
+
+class DenseMLP(GatedMLP):
+    """A gated MLP by itself."""
+
+    def __init__(self, hidden: int, intermediate: int):
+        super().__init__(hidden, intermediate)
+        self.projections = JoinedProjections(self.gate_proj, self.up_proj)
+
     def forward(self, x: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens hidden"]:
         """Apply the MLP to each token."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.mix(*self.projections(x))
 
 
 class Experts(nn.Module):
@@ -169,19 +191,21 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config: ModelConfig, impl: str):
         super().__init__()
-        self.top_k, self.mix = config.num_experts_per_tok, EXPERT_MIX[impl]
+        self.top_k, self.mix = config.num_experts_per_tok, choose_implementation(impl).expert_mix
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
         self.experts = Experts(config)
-        self.shared_expert = DenseMLP(config.hidden_size, config.shared_expert_intermediate_size)
+        self.shared_expert = GatedMLP(config.hidden_size, config.shared_expert_intermediate_size)
         self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
+        shared = self.shared_expert
+        self.projections = JoinedProjections(self.gate, self.shared_expert_gate, shared.gate_proj, shared.up_proj)
 
     def forward(self, x: Float[Tensor, "tokens hidden"]) -> tuple[Float[Tensor, "tokens hidden"], Routing]:
-        """Route each token: softmax over all experts, the top k of it renormalized to sum to one."""
-        logits = self.gate(x)
-        weights, expert_ids = logits.to(wide(x)).softmax(-1).topk(self.top_k, dim=-1)
-        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        """Route each token: softmax over all experts, renormalized over the top k, which is the softmax of these."""
+        logits, share, gate, up = self.projections(x)
+        highest, expert_ids = logits.topk(self.top_k, dim=-1)
+        weights = as_dtype(widen(highest).softmax(-1), x.dtype)
         out = self.mix(x, expert_ids, weights, self.experts.gate_up_proj, self.experts.down_proj)
-        out = out + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+        out = out + share.sigmoid() * self.shared_expert.mix(gate, up)
         return out, Routing(logits, expert_ids, weights)
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from minserve.deltanet.conv_tail import conv_tail
 from minserve.deltanet.gated_delta import across_chunks, within_chunks
 from minserve.model.hybrid_lm import HybridLM
-from minserve.model.layers import Routing, wide
+from minserve.model.layers import Routing, widen
 from minserve.model.step import Step
 
 CHUNK = 64
@@ -69,14 +69,14 @@ def losses(model: HybridLM, rows: Int[Tensor, "rows t"], deep: bool) -> dict[str
     memory = TrainMemory(num_rows, row_tokens)
     step, targets = shifted(0)
     output = model(step, memory)
-    parts = {"main": F.cross_entropy(output.logits.to(wide(output.logits)), targets)}
+    parts = {"main": F.cross_entropy(widen(output.logits), targets)}
     routings, hidden = list(output.routing), output.hidden
     for depth in range(1, (2 if deep else 1) + 1 if model.mtp else 1):
         step, targets = shifted(depth)
         hidden, routing = model.draft_hidden(step, hidden, memory)
         logits = model.logits(hidden)
-        parts[f"mtp{depth}"] = F.cross_entropy(logits.to(wide(logits)), targets)
+        parts[f"mtp{depth}"] = F.cross_entropy(widen(logits), targets)
         routings += [routing] if depth == 1 else []
     parts["balance"] = sum(balance_loss(r) for r in routings) / len(routings)
-    parts["router"] = sum(r.logits.to(wide(r.logits)).logsumexp(-1).square().mean() for r in routings) / len(routings)
+    parts["router"] = sum(widen(r.logits).logsumexp(-1).square().mean() for r in routings) / len(routings)
     return parts

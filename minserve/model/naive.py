@@ -20,7 +20,7 @@ from minserve.model.config import LINEAR, ModelConfig
 from minserve.model.hybrid_lm import HybridLM
 from minserve.model.step import Step
 from minserve.request import Request
-from minserve.sampling import Sampled, sample, token_logprobs, usable_rows
+from minserve.sampling import Sampled, sample, score_prompt, usable_rows
 
 
 class NaiveMemory:
@@ -115,7 +115,9 @@ def run_alone(model: HybridLM, request: Request, log: EventLog, batch_tokens: in
         log.record(EventKind.STEP, step=len(log) - 1, start_s=began_s, duration_s=log.clock.now() - began_s,
                    num_rows=1, num_tokens=len(ids), num_padded=0)  # fmt: skip
         if scored:
-            _score_prompt(request, logits, start)
+            if not usable_rows(logits).all():
+                raise InvalidValue("logits", "NaN, +inf or all masked", "numbers, to score the prompt by")
+            score_prompt(request, logits, start)
         if stop < request.num_committed:
             request.commit(stop)
             continue
@@ -125,12 +127,3 @@ def run_alone(model: HybridLM, request: Request, log: EventLog, batch_tokens: in
         sampled = sample(logits[-1:], [request])[0]
         request.commit(stop, [sampled.token_id])
         yield sampled
-
-
-def _score_prompt(request: Request, logits: Float[Tensor, "tokens vocab"], start: int) -> None:
-    """Record how likely each prompt token was; row i speaks of token start + i + 1. Changes: the request."""
-    if not usable_rows(logits).all():
-        raise InvalidValue("logits", "NaN, +inf or all masked", "numbers, to score the prompt by")
-    request.prompt_logprobs = request.prompt_logprobs or [None]
-    for row, token in zip(logits, request.prompt_ids[start + 1 :], strict=False):
-        request.prompt_logprobs.append(token_logprobs(row, token, request.params.prompt_logprobs))
