@@ -14,11 +14,12 @@ __version__ = "0.1.0"
 # Loaded on first use, so that `import minserve` is quick.
 _HOME = MappingProxyType({
     "LLM": "minserve.llm",
-    "EngineConfig": "minserve.llm",
+    "EngineConfig": "minserve.engine_config",
+    "Parts": "minserve.parts",
     "SamplingParams": "minserve.request",
     "Output": "minserve.request",
 })  # fmt: skip
-__all__ = ["LLM", "EngineConfig", "Output", "SamplingParams"]
+__all__ = ["LLM", "EngineConfig", "Output", "Parts", "SamplingParams"]
 
 
 def __getattr__(name: str) -> object:

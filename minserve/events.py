@@ -4,6 +4,7 @@ A request's life in events, and the one event that is about no request:
 
     ARRIVED ── ADMITTED ── SLICE ── TOKENS ── SLICE ── TOKENS ── ... ── FINISHED
     STEP: one run of the model, which the slices name by its number
+    PREEMPTED: it gives its memory back; it is ADMITTED again later, and computes its SLICEs once more
 
 Whoever knows a time better than the clock passes it: an arrival that fell into the middle of a step is recorded after
 that step, with its own `time_s`. Times therefore rise within a request, not over the whole log.
@@ -14,11 +15,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from minserve.clock import Clock, VirtualClock
 from minserve.errors import InvalidValue, MinserveError
@@ -33,6 +33,7 @@ class EventKind(Enum):
 
     ARRIVED = "arrived"  # a request was handed in
     ADMITTED = "admitted"  # it holds its memory and may run; again after a preemption
+    PREEMPTED = "preempted"  # it gave its memory back and waits again; what it computed is computed once more
     SLICE = "slice"  # a step computed its positions [start, stop)
     TOKENS = "tokens"  # `count` of its output tokens became known at once
     FINISHED = "finished"  # nothing more will happen to it
@@ -43,6 +44,7 @@ FIELDS = MappingProxyType(
     {
         EventKind.ARRIVED: ("prompt_tokens",),
         EventKind.ADMITTED: ("cached_tokens",),
+        EventKind.PREEMPTED: ("num_computed",),
         EventKind.SLICE: ("start", "stop", "phase", "step"),
         EventKind.TOKENS: ("count",),
         EventKind.FINISHED: ("reason",),
@@ -51,8 +53,10 @@ FIELDS = MappingProxyType(
 )
 
 
-@dataclass(frozen=True)
-class Event:
+_NEEDED = MappingProxyType({kind: frozenset(fields) for kind, fields in FIELDS.items()})
+
+
+class Event(NamedTuple):
     """One thing that happened.
 
     Arguments:
@@ -121,15 +125,16 @@ class EventLog:
         Errors: InvalidValue for a missing field, a time that is not finite, a request where none belongs or none where
             one does.
         """
-        missing = [field for field in FIELDS[kind] if field not in data]
-        if missing:
+        if not _NEEDED[kind] <= data.keys():
+            missing = [field for field in FIELDS[kind] if field not in data]
             raise InvalidValue(f"data of a {kind.value} event", data, f"given with {', '.join(missing)}")
         if (request_id is None) != (kind is EventKind.STEP):
             raise InvalidValue("request_id", request_id, "None for a step and an id for every other event")
-        time_s = self.clock.now() if time_s is None else float(time_s)
-        if not math.isfinite(time_s):
+        if time_s is None:
+            time_s = self.clock.now()
+        elif not math.isfinite(time_s):
             raise InvalidValue("time_s", time_s, "a finite time in seconds")
-        event = Event(kind, time_s, request_id, data)
+        event = Event(kind, float(time_s), request_id, data)
         self._events.append(event)
         if request_id is not None:
             self._by_request.setdefault(request_id, []).append(event)

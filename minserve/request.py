@@ -187,6 +187,11 @@ class Request:
         return len(self.tokens)
 
     @property
+    def priority(self) -> int:
+        """Who goes first, where that is the policy: the highest."""
+        return self.params.priority
+
+    @property
     def output_ids(self) -> list[int]:
         """The tokens generated so far, as a copy."""
         return self.tokens[len(self.prompt_ids) :]

@@ -1,0 +1,1 @@
+"""Batches that never sit still: who runs in a step, and attention over what runs."""

@@ -1,0 +1,280 @@
+"""The engine: plan, prepare, run, choose, commit; one ragged batch per step, for as long as anybody wants tokens.
+
+    plan      the batcher chooses slices of requests and takes their pages and slots, on one ticket
+    prepare   the slices are packed into a `Step`, and where their rows keep what they remember into `Places`
+    run       the model computes hidden states, and logits where a token is wanted
+    choose    sampling turns logits into tokens
+    commit    counts, stops, pages and states move, and only here; who is done leaves
+
+The engine owns everything that changes: queues, pools, clock, log. A model of None plays time alone: every token is 0
+and a cost says how long a step takes on a virtual clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from minserve.batching.batcher import Phase, Plan, Slice
+from minserve.choosing import Chosen, choose_tokens
+from minserve.engine_config import EngineConfig, size_caches
+from minserve.errors import InvalidValue, MinserveError, PromptTooLong
+from minserve.events import EventKind, EventLog
+from minserve.hybrid.cache_memory import CacheMemory
+from minserve.hybrid.hybrid_cache import HybridCache
+from minserve.hybrid.packing import pack
+from minserve.hybrid.ticket import Ticket
+from minserve.model.config import ModelConfig
+from minserve.model.hybrid_lm import HybridLM
+from minserve.model.implementations import choose_implementation
+from minserve.parts import Parts
+from minserve.request import FinishReason, Request, Status, check_prompt
+from minserve.request_life import Life, Progress
+from minserve.sampling import Sampled
+from minserve.stopping import Decoder, StopChecker
+
+Cost = Callable[[list[tuple[int, int]]], float]
+
+
+class EngineStuck(MinserveError):
+    """Requests wait and none can run, which no sequence of requests may cause: a replaced part is at fault."""
+
+
+class Engine:
+    """Serves requests together.
+
+    Arguments:
+        model: any checkpoint; None plays time alone.
+        model_config: the model's shape.
+        config: the knobs.
+        log: where everything is recorded; its clock is the engine's.
+        new_decoder: makes an incremental decoder for each output.
+        parts: what a reader replaces.
+        cost: on a virtual clock, the seconds of a step from its (start, stop) positions by row; None on a real one.
+    Attributes:
+        batcher, cache, memory: the queues, who holds what, and the pools (None without a model).
+        sizes: how large the pools are.
+        max_context: tokens of prompt and output together, at most.
+    """
+
+    def __init__(
+        self, model: HybridLM | None, model_config: ModelConfig, config: EngineConfig, log: EventLog,
+        new_decoder: Callable[[], Decoder], parts: Parts | None = None, cost: Cost | None = None,
+    ):  # fmt: skip
+        parts = parts or Parts()
+        limit = model_config.max_position_embeddings
+        self.max_context = config.max_context or limit
+        if self.max_context > limit:
+            raise InvalidValue("max_context", self.max_context, f"at most {limit}, the model's own limit")
+        self.config, self.log, self.sizes = config, log, size_caches(config, model_config)
+        self._model, self._model_config, self._cost, self._new_decoder = model, model_config, cost, new_decoder
+        size = self.sizes
+        self.batcher = parts.batcher(config.batch_tokens, min(config.max_running, size.num_states), config.policy)
+        self.cache = HybridCache(
+            size.num_pages, size.page_size, size.num_states, size.num_rows, parts.page_allocator(size.num_pages)
+        )
+        self.memory = None
+        if model is not None:
+            weight = model.model.embed_tokens.weight
+            implementation = parts.replace(choose_implementation(config.impl))
+            self.memory = CacheMemory(model_config, size.num_pages, size.page_size, self.cache.states.num_slots,
+                                      implementation, weight.dtype, weight.device)  # fmt: skip
+        self._lives: dict[Hashable, Life] = {}
+        self._num_steps, self._running_step = 0, False
+        self._leaving: set[Hashable] = set()
+        self._ended: list[Progress] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._lives)
+
+    def check_request(self, prompt_ids: Sequence[int], params: object) -> None:
+        """Refuse what could never be served. Errors: as `check_prompt`, and PromptTooLong for the pool of pages."""
+        check_prompt(prompt_ids, params, self._model_config.vocab_size, self.max_context)
+        needed = self.cache.pages_needed(len(prompt_ids) + params.max_tokens)
+        if needed > self.sizes.num_pages:
+            wanted = f"{len(prompt_ids)} prompt tokens + max_tokens {params.max_tokens} = {needed} pages"
+            limit = f"at most {self.sizes.num_pages} pages of {self.sizes.page_size} tokens, the whole cache"
+            raise PromptTooLong("prompt_ids", wanted, limit, "EngineConfig.num_pages or cache_bytes")
+
+    def add(self, request: Request, riders: Sequence[Request] = ()) -> None:
+        """Let a request queue; riders have the same prompt, and fork from it when it is computed.
+
+        Errors: InvalidValue or PromptTooLong, and nothing is queued. Changes: the queues, the log.
+        """
+        for one in (request, *riders):
+            self.check_request(one.prompt_ids, one.params)
+            if one.id in self._lives or one.status is not Status.WAITING or one.num_computed:
+                raise InvalidValue("request.id", one.id, "a fresh request, with an id that no other one in here has")
+        for one in (request, *riders):
+            checker = StopChecker(one.params, self._new_decoder(), self._model_config.eos_token_ids)
+            self._lives[one.id] = Life(one, checker)
+            self.log.record(EventKind.ARRIVED, one.id, prompt_tokens=len(one.prompt_ids))
+        self._lives[request.id].riders = list(riders)
+        self.batcher.add(request)
+
+    def abort(self, request_id: Hashable) -> bool:
+        """End a request now, wherever it is; in the middle of a step, when that commits. The next step reports it.
+
+        Returns whether there is such a request, unfinished. Changes: the request, the queues, the caches, the log.
+        """
+        if request_id not in self._lives:
+            return False
+        self._leaving.add(request_id)
+        if not self._running_step:
+            self._end_leaving()
+        return True
+
+    @torch.inference_mode()
+    def step(self) -> list[Progress]:
+        """Run one step for everybody who has a place in it, and say what it brought.
+
+        Errors: whatever the model raises; then nothing has moved, and the step can be tried again.
+        Changes: requests, queues, caches, log.
+        """
+        progress, self._ended = self._ended, []
+        if not self._lives:
+            return progress
+        began_s, ticket = self.log.clock.now(), self.cache.open()
+        plan = self.batcher.plan(ticket)
+        self._record(plan)
+        for request in plan.stuck:
+            said = f"the cache of {self.sizes.num_pages} pages has no page left for the next token"
+            life = self._lives[request.id]
+            progress.append(self._end(life, FinishReason.ERROR, f"{said} (change it with EngineConfig.num_pages)"))
+        if plan.slices:
+            progress += self._run(plan.slices, ticket, began_s)
+        elif not plan.stuck:
+            raise EngineStuck(f"{len(self._lives)} requests are unfinished, and the plan has no slice for any of them")
+        if self.config.check:
+            self.check()
+        return progress
+
+    def check(self) -> None:
+        """Raise the first broken invariant of queues, pages and states. Between steps only."""
+        self.batcher.check()
+        self.cache.check()
+        for request, _ in self.batcher.running.values():
+            self.cache.states.expect(self.cache.slot_of.get(request.id, -1), request.num_computed)
+        held = {*self.cache.tables, *self.cache.slot_of} - {*self.batcher.running}
+        if held:
+            raise EngineStuck(f"requests {sorted(held, key=str)} hold pages or states, and do not run")
+
+    def _record(self, plan: Plan) -> None:
+        """Write down who was put back and who was let in. Changes: the log, the status of those let in."""
+        for request, num_computed in plan.preempted:
+            self.log.record(EventKind.PREEMPTED, request.id, num_computed=num_computed)
+        for request in plan.admitted:
+            request.status = Status.RUNNING
+            self.log.record(EventKind.ADMITTED, request.id, cached_tokens=0)
+
+    def _run(self, slices: list[Slice], ticket: Ticket, began_s: float) -> list[Progress]:
+        """Run the slices and commit what came out of it. Changes: as `step`."""
+        self._running_step = True
+        try:
+            logits = self._forward(slices, ticket)
+        except BaseException:
+            ticket.undo()
+            self._end_leaving()
+            raise
+        finally:
+            self._running_step = False
+        if self._cost is not None:
+            self.log.clock.advance(self._cost([(piece.start, piece.stop) for piece in slices]))
+        number, self._num_steps = self._num_steps, self._num_steps + 1
+        num_tokens = sum(piece.stop - piece.start for piece in slices)
+        for piece in slices:
+            self.log.record(EventKind.SLICE, piece.request.id, start=piece.start, stop=piece.stop,
+                            phase=piece.phase.value, step=number)  # fmt: skip
+        self.log.record(EventKind.STEP, step=number, start_s=began_s, duration_s=self.log.clock.now() - began_s,
+                        num_rows=len(slices), num_tokens=num_tokens, num_padded=0)  # fmt: skip
+        chosen = choose_tokens(slices, logits, lambda request: self._still_here(self._lives[request.id].riders))
+        progress = [one for piece in slices for one in self._commit(piece, ticket, chosen)]
+        self._end_leaving()
+        return progress
+
+    def _forward(self, slices: list[Slice], ticket: Ticket) -> Tensor | None:
+        """The logits that the slices want, in their order; None without a model. Changes: the pools."""
+        step, places = pack(slices, ticket, self.cache, "cpu" if self.memory is None else self.config.device)
+        if self._model is None:
+            return None
+        return self._model(step, self.memory.at(step.row_starts, places)).logits
+
+    def _commit(self, piece: Slice, ticket: Ticket, chosen: Chosen) -> list[Progress]:
+        """Move one request's counts, pages, state and text on by its slice. Changes: as `step`."""
+        request, life = piece.request, self._lives[piece.request.id]
+        error = chosen.errors.get(request.id)
+        if error is not None or request.id in self._leaving:
+            ticket.abandon(request)
+            return [self._end(life, FinishReason.ERROR if error else FinishReason.ABORT, error)]
+        family = chosen.tokens.get(request.id, [])
+        request.commit(piece.stop, [family[0].token_id] if family else [])
+        self.cache.commit(ticket, request)
+        if not family:
+            done = request.num_computed == request.num_committed  # a prompt that was to be scored, and no more
+            return [self._end(life, FinishReason.LENGTH)] if done else []
+        riders, life.riders = self._still_here(life.riders), []
+        forked = [self._fork(request, rider) for rider in riders]
+        progress = self._give(life, family[0])
+        for rider, is_forked, sampled in zip(riders, forked, family[1:], strict=True):
+            if is_forked:
+                rider.commit(request.num_computed, [sampled.token_id])
+                progress += self._give(self._lives[rider.id], sampled)
+            else:
+                self.batcher.add(rider)
+        return progress
+
+    def _fork(self, request: Request, rider: Request) -> bool:
+        """Let a rider go on from its request's prompt, if there is room. Changes: as `step`."""
+        if not self.batcher.adopt(rider, Phase.DECODE):
+            return False
+        fork = self.cache.fork(request, rider)
+        if fork is None:
+            self.batcher.remove(rider)
+            return False
+        if self.memory is not None:
+            self.memory.copy(fork)
+        rider.status, rider.prompt_logprobs = Status.RUNNING, request.prompt_logprobs
+        self.log.record(EventKind.ADMITTED, rider.id, cached_tokens=0)
+        return True
+
+    def _give(self, life: Life, sampled: Sampled) -> list[Progress]:
+        """Hand a new token on, and end the request where it ends. Changes: as `step`."""
+        request, kept = life.request, life.checker.push((sampled.token_id,))
+        self.log.record(EventKind.TOKENS, request.id, count=1)
+        if kept.finish_reason is not None:
+            self._close(life, kept.finish_reason)
+        else:
+            self.batcher.starts_decoding(request)
+        return [Progress(request, (sampled.token_id,), kept.text, (sampled.logprobs,), kept.finish_reason)]
+
+    def _still_here(self, riders: list[Request]) -> list[Request]:
+        """The riders that have not ended meanwhile."""
+        return [rider for rider in riders if rider.id in self._lives] if riders else riders
+
+    def _end_leaving(self) -> None:
+        """End those who were aborted; the next step reports it. Changes: as `abort`."""
+        leaving, self._leaving = self._leaving & self._lives.keys(), set()
+        self._ended += [self._end(self._lives[request_id], FinishReason.ABORT) for request_id in leaving]
+
+    def _end(self, life: Life, reason: FinishReason, error: str | None = None) -> Progress:
+        """End a request from outside its output; a rider takes over what it leaves. Changes: as `step`."""
+        text = life.checker.finish(reason)
+        self._close(life, reason)
+        return Progress(life.request, (), text, (), life.request.finish_reason, error)
+
+    def _close(self, life: Life, reason: FinishReason) -> None:
+        """Take a request out of queues and caches. Changes: as `step`."""
+        request = life.request
+        request.finish(reason)
+        self.batcher.remove(request)
+        self.cache.release(request)
+        del self._lives[request.id]
+        self.log.record(EventKind.FINISHED, request.id, reason=str(request.finish_reason))
+        left = self._still_here(life.riders)
+        if left:  # it never came to the fork: the first rider reads the prompt instead
+            self._lives[left[0].id].riders = left[1:]
+            self.batcher.add(left[0])

@@ -1,0 +1,127 @@
+"""How to run a model: every knob of the engine, and the sizes of the caches that follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from minserve.batching.batcher import POLICIES
+from minserve.errors import InvalidValue
+from minserve.model.config import ModelConfig
+from minserve.model.footprint import conv_tail_bytes, kv_bytes_per_token, state_bytes
+from minserve.paging.page_table import pages_needed
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+IMPLS = ("torch", "triton")
+_COUNTS = ("max_context", "batch_tokens", "page_size", "num_pages", "cache_bytes", "num_states", "max_running")
+_OPTIONAL = ("max_context", "num_pages", "num_states")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How to run the model.
+
+    Fields:
+        dtype: "float32", "float64" (the reference mode), "bfloat16" or "float16".
+        device: where, in torch's words.
+        impl: "torch", or "triton" for the kernels.
+        max_context: tokens of prompt and output together, at most; None takes the model's own limit.
+        batch_tokens: tokens per step, at most, of decoding requests and of prompts together.
+        max_running: requests let in at the same time, at most.
+        page_size: tokens per page of the KV cache.
+        num_pages: pages of the KV cache; None takes what `cache_bytes` leaves beside the states.
+        num_states: slots for the recurrent states of running requests; None takes one per request, as far as they fit
+            into half of `cache_bytes`. No more requests run than there are slots.
+        cache_bytes: memory for pages and states together; of no effect where both numbers are given.
+        policy: who is let in next: "fcfs", the first; or "priority", the one with the highest SamplingParams.priority.
+        seed: requests that bring no seed draw theirs from this one.
+        check: check every invariant after each step; for tests, it takes time.
+
+    >>> EngineConfig(dtype="float8")
+    Traceback (most recent call last):
+    minserve.errors.InvalidValue: dtype is 'float8'; it must be one of float32, float64, bfloat16, float16
+    """
+
+    dtype: str = "float32"
+    device: str = "cpu"
+    impl: str = "torch"
+    max_context: int | None = None
+    batch_tokens: int = 512
+    max_running: int = 64
+    page_size: int = 16
+    num_pages: int | None = None
+    num_states: int | None = None
+    cache_bytes: int = 256 * 2**20
+    policy: str = "fcfs"
+    seed: int = 0
+    check: bool = False
+
+    def __post_init__(self):
+        for name, allowed in (("dtype", DTYPES), ("impl", IMPLS), ("policy", POLICIES)):
+            if getattr(self, name) not in allowed:
+                raise InvalidValue(name, getattr(self, name), "one of " + ", ".join(allowed))
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InvalidValue(name, value, "an int >= 1")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+            raise InvalidValue("seed", self.seed, "an int from 0 to 2**64 - 1")
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """How large the caches are.
+
+    Fields: `num_pages` of `page_size` tokens, `page_bytes` each; `num_states` slots that requests own and `num_rows`
+    more for the rows of the step that runs, `state_bytes` each. Bytes are over all layers.
+    """
+
+    num_pages: int
+    page_size: int
+    page_bytes: int
+    num_states: int
+    num_rows: int
+    state_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory of both caches."""
+        return self.num_pages * self.page_bytes + (self.num_states + self.num_rows) * self.state_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_pages} pages of {self.page_size} tokens ({self.num_pages * self.page_bytes / 2**20:.1f} MiB), "
+            f"{self.num_states} + {self.num_rows} states "
+            f"({(self.num_states + self.num_rows) * self.state_bytes / 2**20:.1f} MiB)"
+        )
+
+
+def size_caches(config: EngineConfig, model: ModelConfig) -> CacheSizes:
+    """Divide the memory between pages and states.
+
+    Arguments:
+        config: the engine's.
+        model: the model's.
+    Errors: InvalidValue when `cache_bytes` does not hold one state pair and one page.
+    """
+    dtype = getattr(torch, config.dtype)
+    size, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
+    page_bytes = int(kv_bytes_per_token(model, size) * config.page_size)
+    per_state = int(state_bytes(model, wide, size)) if conv_tail_bytes(model) else 0
+    num_states = config.num_states
+    if num_states is None:
+        fitting = config.cache_bytes // 2 // (2 * per_state) if per_state else config.max_running
+        num_states = min(config.max_running, fitting)
+    num_rows = min(config.max_running, num_states, config.batch_tokens)
+    num_pages = config.num_pages
+    if num_pages is None:
+        left = config.cache_bytes - (num_states + num_rows) * per_state
+        longest = pages_needed(config.max_context or model.max_position_embeddings, config.page_size)
+        num_pages = min(left // page_bytes if page_bytes else longest, longest * max(1, num_states))
+    if num_states < 1 or num_pages < 1:
+        least = 4 * per_state + page_bytes
+        raise InvalidValue("cache_bytes", config.cache_bytes, f"at least {least}, for one request and one page")
+    return CacheSizes(num_pages, config.page_size, page_bytes, num_states, num_rows, per_state)

@@ -1,0 +1,139 @@
+"""The tensors of the two caches, and what a step's layers see of them.
+
+Pools belong to layers; pages and slots have the same number in every layer, so one page table and one pair of slots
+per row serve the whole model. A step reads slots and writes others, and appends to pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from minserve.deltanet.state_pool import EMPTY
+from minserve.hybrid.hybrid_cache import Fork
+from minserve.model.config import LINEAR, ModelConfig
+from minserve.model.implementations import Implementation
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the rows of a step keep what they remember.
+
+    Fields: `page_tables` the pages of each row, -1 beyond its last; `context_lens` its tokens after this step;
+    `state_read` the slot that it continues from, -1 at its beginning; `state_write` the slot that gets its new state;
+    `slots` where in the pages each packed token goes.
+    """
+
+    page_tables: Int[Tensor, "rows max_pages"]
+    context_lens: Int[Tensor, " rows"]
+    state_read: Int[Tensor, " rows"]
+    state_write: Int[Tensor, " rows"]
+    slots: Int[Tensor, " tokens"]
+
+
+class CacheMemory:
+    """Pools of pages and of states, one of each kind per layer that needs it.
+
+    Arguments:
+        config: the model's.
+        num_pages, page_size: of every attention layer's pool.
+        num_slots: of every DeltaNet layer's.
+        implementation: the functions that work on them.
+        dtype, device: the model's. States are float32, or float64 with a float64 model.
+    """
+
+    def __init__(
+        self, config: ModelConfig, num_pages: int, page_size: int, num_slots: int, implementation: Implementation,
+        dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu",
+    ):  # fmt: skip
+        self.config, self.implementation = config, implementation
+        wide = torch.promote_types(dtype, torch.float32)
+        linear = [i for i, kind in enumerate(config.layer_types) if kind == LINEAR]
+        pages = (num_pages, page_size, config.num_key_value_heads, config.head_dim)
+        tails = (num_slots, config.linear_conv_kernel_dim - 1, config.conv_channels)
+        states = (num_slots, config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
+        attention = [i for i in range(config.num_hidden_layers) if i not in linear]
+
+        def pool(layers: list[int], shape: tuple[int, ...], of: torch.dtype) -> dict[int, Tensor]:
+            return {i: torch.zeros(shape, dtype=of, device=device) for i in layers}
+
+        self.k_pages, self.v_pages = pool(attention, pages, dtype), pool(attention, pages, dtype)
+        self.tails, self.states = pool(linear, tails, dtype), pool(linear, states, wide)
+
+    def at(self, row_starts: Int[Tensor, " rows_plus_1"], places: Places) -> StepMemory:
+        """The memory of one step's rows."""
+        return StepMemory(self, row_starts, places)
+
+    def copy(self, fork: Fork) -> None:
+        """Copy what a fork does not share. Changes: the target pages and slot, in every layer."""
+        for source, target in fork.pages:
+            for pool in (*self.k_pages.values(), *self.v_pages.values()):
+                pool[target] = pool[source]
+        source, target = fork.state
+        for pool in (*self.tails.values(), *self.states.values()):
+            pool[target] = pool[source]
+
+
+class StepMemory:
+    """What the layers are handed in one step: see `minserve.model.memory.Memory`.
+
+    Arguments:
+        memory: the pools.
+        row_starts: where each row begins in the packing, and the end.
+        places: where the rows keep what they remember.
+    """
+
+    def __init__(self, memory: CacheMemory, row_starts: Int[Tensor, " rows_plus_1"], places: Places):
+        self._pools, self._row_starts, self._places = memory, row_starts, places
+        self._run = memory.implementation
+        self._read = places.state_read.clamp(min=0)
+        self._begins = (places.state_read == EMPTY).nonzero().flatten()
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Tensor, "tokens heads head_dim"],
+        k: Float[Tensor, "tokens kv_heads head_dim"],
+        v: Float[Tensor, "tokens kv_heads head_dim"],
+    ) -> Float[Tensor, "tokens heads head_dim"]:
+        """Append the new keys and values to the rows' pages, and attend. Changes: this layer's pages."""
+        k_pages, v_pages, places = self._pools.k_pages[layer], self._pools.v_pages[layer], self._places
+        self._run.write_pages(k, v, k_pages, v_pages, places.slots)
+        out, _ = self._run.paged_attention(
+            q, k_pages, v_pages, places.page_tables, self._row_starts, places.context_lens
+        )
+        return out
+
+    def convolve(
+        self, layer: int, x: Float[Tensor, "tokens channels"], weight: Float[Tensor, "channels kernel"]
+    ) -> Float[Tensor, "tokens channels"]:
+        """Convolve each row on from its tail. Changes: this layer's written slots."""
+        tails = self._pools.tails[layer]
+        out, new_tails = self._run.conv_tail_ragged(x, weight, self._of_rows(tails), self._row_starts)
+        tails.index_copy_(0, self._places.state_write, new_tails)
+        return out
+
+    def recur(
+        self,
+        layer: int,
+        q: Float[Tensor, "tokens key_heads key_dim"],
+        k: Float[Tensor, "tokens key_heads key_dim"],
+        v: Float[Tensor, "tokens value_heads value_dim"],
+        g: Float[Tensor, "tokens value_heads"],
+        beta: Float[Tensor, "tokens value_heads"],
+    ) -> Float[Tensor, "tokens value_heads value_dim"]:
+        """Run the gated delta rule on each row from its state. Changes: this layer's written slots."""
+        states = self._pools.states[layer]
+        out, new = self._run.gated_delta_ragged(q, k, v, g, beta, self._of_rows(states), self._row_starts)
+        states.index_copy_(0, self._places.state_write, new)
+        return out
+
+    def _of_rows(self, pool: Float[Tensor, slots * state]) -> Float[Tensor, rows * state]:
+        """The states that the rows continue from: zeros for a row that begins, whatever its slot number holds."""
+        rows = pool.index_select(0, self._read)
+        if len(self._begins):
+            rows[self._begins] = 0
+        return rows

@@ -1,0 +1,96 @@
+"""The ticket of a step: all that the step takes from the caches, and the only way to give it back.
+
+Between planning a step and committing it, pages and state slots are taken that belong to nobody yet for good. Whatever
+goes wrong in between, the model's error or a client who leaves, `undo` returns exactly these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+from minserve.deltanet.state_pool import EMPTY
+from minserve.request import Request
+
+if TYPE_CHECKING:
+    from minserve.hybrid.hybrid_cache import HybridCache
+
+
+class Ticket:
+    """What one step holds; the room that the batcher plans in. Made by `HybridCache.open`.
+
+    Attributes:
+        state_write: per request, the slot that gets its state after this step.
+    """
+
+    def __init__(self, cache: HybridCache):
+        self.state_write: dict[Hashable, int] = {}
+        self._cache = cache
+        self._room_before: dict[Hashable, int] = {}
+
+    def admit(self, request: Request, spare_pages: int) -> int | None:
+        """Let a request in, if all its tokens and one more fit beside `spare_pages` others.
+
+        Returns how many of its tokens are cached, or None when it has to wait. Changes: the cache.
+        """
+        if spare_pages + self._cache.pages_needed(request.num_committed + 1) > self._cache.allocator.num_free:
+            return None
+        self._cache.begin(request)
+        return 0
+
+    def grow(self, request: Request, stop: int) -> bool:
+        """Take the pages for the tokens up to stop, and a slot for the state after them; all, or nothing and False.
+
+        Changes: the cache.
+        """
+        table, states = self._cache.tables[request.id], self._cache.states
+        if request.id not in self.state_write and not states.num_free:
+            return False
+        before = table.capacity
+        if stop > before:
+            if not table.grow(stop):
+                return False
+            self._room_before.setdefault(request.id, before)
+        if request.id not in self.state_write:
+            self.state_write[request.id] = states.take()
+        return True
+
+    def missing(self, request: Request, stop: int) -> int:
+        """How many pages are to be taken yet for the tokens up to stop."""
+        return max(0, self._cache.pages_needed(stop) - len(self._cache.tables[request.id].pages))
+
+    def preempt(self, request: Request) -> None:
+        """Take back all that a request holds, in this step and from before; it starts again. Changes: the cache."""
+        self._drop(request)
+        self._cache.release(request)
+        request.restart()
+
+    def state_read(self, request: Request) -> int:
+        """The slot that the request's slice continues from, `EMPTY` at its beginning.
+
+        Errors: StateError when the state in it has not seen exactly the request's computed tokens.
+        """
+        slot = self._cache.slot_of.get(request.id, EMPTY)
+        self._cache.states.expect(slot, request.num_computed)
+        return slot
+
+    def undo(self) -> None:
+        """Give back all that this step took; who was let in holds nothing, and is still let in. Changes: the cache."""
+        for slot in self.state_write.values():
+            self._cache.states.release(slot)
+        for request_id, before in self._room_before.items():
+            self._cache.tables[request_id].shrink(before)
+        self.state_write.clear()
+        self._room_before.clear()
+
+    def abandon(self, request: Request) -> None:
+        """Give back what this step took for a request that left meanwhile, and all it held. Changes: the cache."""
+        self._drop(request)
+        self._cache.release(request)
+
+    def _drop(self, request: Request) -> None:
+        """Forget this step's part of a request; its pages are its table's and go with that. Changes: the cache."""
+        slot = self.state_write.pop(request.id, None)
+        if slot is not None:
+            self._cache.states.release(slot)
+        self._room_before.pop(request.id, None)

@@ -1,0 +1,161 @@
+"""Attention over keys and values that lie in pages, and the writing of them.
+
+    slot(t) = page_tables[row, t // page_size] * page_size + t % page_size       of token t of the row's context
+    out_i = sum_j softmax_j( q_i . k[slot(j)] / sqrt(head_dim) ) v[slot(j)]      j <= i
+    lse_i = log sum_j exp( q_i . k[slot(j)] / sqrt(head_dim) )
+
+The page table is the only thing that knows where a token lies: pages of a row are in no order, and may be shared.
+Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention (arXiv 2309.06180),
+section 4.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from minserve.errors import InvalidValue
+
+# How much is gathered, and how many scores are held, at a time: small enough to stay in a processor's cache.
+TOKENS_AT_A_TIME = 8192
+SCORES_AT_A_TIME = 1 << 18
+
+
+@torch.no_grad()
+def paged_attention(
+    q: Float[Tensor, "tokens heads head_dim"],
+    k_pages: Float[Tensor, "pages page_size kv_heads head_dim"],
+    v_pages: Float[Tensor, "pages page_size kv_heads head_dim"],
+    page_tables: Int[Tensor, "rows max_pages"],
+    row_starts: Int[Tensor, " rows_plus_1"],
+    context_lens: Int[Tensor, " rows"],
+) -> tuple[Float[Tensor, "tokens heads head_dim"], Float[Tensor, "tokens heads"]]:
+    """Let the queries of each row, which are the last tokens of its context, attend to its pages.
+
+    Arguments:
+        q: queries, packed; heads is a multiple of kv_heads.
+        k_pages, v_pages: the pools; the row's own new tokens have been written to them already.
+        page_tables: the pages of each row in the order of its tokens; entries beyond the context are not looked at.
+        row_starts: where each row begins in q, and the end; a row may be empty.
+        context_lens: how many tokens of a row lie in pages, its queries' own included.
+    Returns the attention in q's dtype, and each query's log-sum-exp in float32, or float64 for float64 inputs. No
+    gradient flows: pages remember numbers, not how they were made.
+    Errors: InvalidValue for a context shorter than the row's queries or longer than its page table.
+    """
+    starts, contexts = row_starts.tolist(), context_lens.tolist()
+    num_queries = [stop - start for start, stop in pairwise(starts)]
+    page_size, kv_heads = k_pages.shape[1:3]
+    _check_contexts(num_queries, contexts, page_tables.shape[1] * page_size)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    queries = rearrange(q.to(wide) * q.shape[-1] ** -0.5, "t (kv group) d -> kv t group d", kv=kv_heads)
+    out, lse = torch.zeros_like(queries), queries.new_full(queries.shape[:-1], -torch.inf)
+    page_begins = torch.arange(page_tables.shape[1], device=q.device) * page_size
+    page_tables = page_tables.masked_fill(page_begins >= context_lens[:, None], 0)  # any page: nothing of it is used
+    groups = list(_alike(num_queries, contexts))
+    num_pages = [-(-contexts[rows[-1]] // page_size) for rows in groups]
+    room = max((len(rows) * num for rows, num in zip(groups, num_pages, strict=True)), default=0)
+    gathered = k_pages.new_empty(2, room, *k_pages.shape[1:])  # once: fresh memory costs more than what is done in it
+    for rows, num in zip(groups, num_pages, strict=True):
+        lens, count = [contexts[row] for row in rows], num_queries[rows[0]]
+        k, v = _gather(k_pages, v_pages, page_tables[rows, :num], lens, gathered)
+        first_tokens = torch.tensor([[starts[row]] for row in rows], device=q.device)
+        step = max(1, SCORES_AT_A_TIME // (len(rows) * lens[-1] * q.shape[1]))
+        for first in range(0, count, step):
+            some = first_tokens + torch.arange(first, min(first + step, count), device=q.device)
+            sees = [length - count + first + 1 for length in lens]
+            out[:, some], lse[:, some] = _attend(queries[:, some], k.to(wide), v.to(wide), sees)
+    return rearrange(out, "kv t group d -> t (kv group) d").to(q.dtype), rearrange(lse, "kv t group -> t (kv group)")
+
+
+def _check_contexts(num_queries: list[int], contexts: list[int], capacity: int) -> None:
+    """Refuse a context that its row's queries or its page table contradict."""
+    for row, context in enumerate(contexts):
+        if not num_queries[row] <= context <= capacity:
+            limit = f"{num_queries[row]}, its queries, to {capacity}, what its page table holds"
+            raise InvalidValue(f"context_lens[{row}]", context, limit)
+
+
+def _alike(num_queries: list[int], contexts: list[int]) -> Iterator[list[int]]:
+    """Rows to compute together: equally many queries, contexts of like length, the longest last."""
+    rows: list[int] = []
+    for row in sorted(range(len(contexts)), key=lambda row: (num_queries[row], contexts[row])):
+        full = contexts[row] * (len(rows) + 1) > TOKENS_AT_A_TIME
+        if rows and (full or num_queries[row] != num_queries[rows[-1]]):
+            yield rows
+            rows = []
+        if num_queries[row]:
+            rows.append(row)
+    if rows:
+        yield rows
+
+
+def _gather(
+    k_pages: Tensor, v_pages: Tensor, page_ids: Int[Tensor, "rows row_pages"], lens: list[int], gathered: Tensor
+) -> list[Float[Tensor, "rows longest kv_heads head_dim"]]:
+    """Copy the pages of some rows out of the pools, whole. Changes: `gathered`, of which keys and values are views."""
+    found = []
+    for pages, room in zip((k_pages, v_pages), gathered[:, : page_ids.numel()], strict=True):
+        torch.index_select(pages, 0, page_ids.flatten(), out=room)
+        found.append(room.view(len(lens), -1, *pages.shape[2:])[:, : lens[-1]])
+    # What follows a shorter context is somebody else's, or NaN. A key's score is masked later; a value is multiplied
+    # by 0, which makes 0 of a number only.
+    unused = (
+        torch.arange(lens[0], lens[-1], device=page_ids.device) >= torch.tensor(lens, device=page_ids.device)[:, None]
+    )
+    found[1][:, lens[0] :].masked_fill_(unused[..., None, None], 0)
+    return found
+
+
+def _attend(
+    q: Float[Tensor, "kv_heads rows queries group head_dim"],
+    k: Float[Tensor, "rows longest kv_heads head_dim"],
+    v: Float[Tensor, "rows longest kv_heads head_dim"],
+    sees: list[int],
+) -> tuple[Float[Tensor, "kv_heads rows queries group head_dim"], Float[Tensor, "kv_heads rows queries group"]]:
+    """Attend from equally many queries of each row: the first sees so many tokens, and each one more than the last."""
+    (_, _, queries, group, _), stop = q.shape, sees[-1] + q.shape[2] - 1
+    # One product per key head, on views: heads lie side by side in a page, and one product of all would copy them.
+    scores = q.new_empty(*q.shape[:2], queries * group, stop)
+    for query, key, score in zip(q.flatten(2, 3), k[:, :stop].unbind(2), scores, strict=True):
+        torch.bmm(query, key.mT, out=score)
+    limit = torch.tensor(sees, device=q.device)[:, None] + torch.arange(queries, device=q.device)
+    hidden = torch.arange(sees[0], stop, device=q.device) >= limit[..., None]
+    scores.unflatten(2, (queries, group))[..., sees[0] :].masked_fill_(hidden[:, :, None], -torch.inf)
+    peak = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(peak).exp_()
+    total = weights.sum(-1, keepdim=True)
+    out = q.new_empty(*q.shape[:2], queries * group, q.shape[-1])
+    for weight, value, mixed in zip(weights, v[:, :stop].unbind(2), out, strict=True):
+        torch.bmm(weight, value, out=mixed)
+    return out.div_(total).view_as(q), total.log_().add_(peak).view(q.shape[:-1])
+
+
+@torch.no_grad()
+def write_pages(
+    k: Float[Tensor, "tokens kv_heads head_dim"],
+    v: Float[Tensor, "tokens kv_heads head_dim"],
+    k_pages: Float[Tensor, "pages page_size kv_heads head_dim"],
+    v_pages: Float[Tensor, "pages page_size kv_heads head_dim"],
+    slots: Int[Tensor, " tokens"],
+) -> None:
+    """Put each token's key and value where its page table says.
+
+    Arguments:
+        k, v: the tokens, packed, in the dtype of the pages.
+        slots: page * page_size + offset, no slot twice; -1 for a token that nobody will look back on.
+    Changes: the given slots of k_pages and v_pages.
+
+    >>> k, pages = torch.tensor([7.0, 8.0]).view(2, 1, 1), torch.zeros(2, 3, 1, 1)
+    >>> write_pages(k, k, pages, pages.clone(), torch.tensor([4, -1]))
+    >>> pages.flatten(1).tolist()
+    [[0.0, 0.0, 0.0], [0.0, 7.0, 0.0]]
+    """
+    kept = slots >= 0
+    slots = slots[kept].long()
+    k_pages.view(-1, *k.shape[1:]).index_copy_(0, slots, k[kept])
+    v_pages.view(-1, *v.shape[1:]).index_copy_(0, slots, v[kept])
