@@ -71,14 +71,14 @@ class Engine:
         self.config, self.log, self.sizes = config, log, size_caches(config, model_config)
         self._model, self._model_config, self._cost, self._new_decoder = model, model_config, cost, new_decoder
         size = self.sizes
-        self.batcher = parts.batcher(config.batch_tokens, min(config.max_running, size.num_states), config.policy)
+        self.batcher = parts.make_batcher(config.batch_tokens, min(config.max_running, size.num_states), config.policy)
         self.cache = HybridCache(
             size.num_pages, size.page_size, size.num_states, size.num_rows, parts.page_allocator(size.num_pages)
         )
         self.memory = None
         if model is not None:
             weight = model.model.embed_tokens.weight
-            implementation = parts.replace(choose_implementation(config.impl))
+            implementation = parts.put_into(choose_implementation(config.impl))
             self.memory = CacheMemory(model_config, size.num_pages, size.page_size, self.cache.states.num_slots,
                                       implementation, weight.dtype, weight.device)  # fmt: skip
         self._lives: dict[Hashable, Life] = {}

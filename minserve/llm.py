@@ -16,6 +16,7 @@ from minserve.engine import Engine
 from minserve.engine_config import EngineConfig
 from minserve.errors import InvalidValue, MissingRequirement
 from minserve.events import EventLog
+from minserve.freed_memory import keep_freed_memory
 from minserve.metrics import metrics_of
 from minserve.model.hybrid_lm import HybridLM
 from minserve.model.tokenizer import load_tokenizer
@@ -56,6 +57,7 @@ class LLM:
         engine: what serves; `llm.engine.step()` and the rest may be called by hand.
         log: every event so far, on `log.clock`; it grows by two events per token, as long as the LLM lives.
     Raises CheckpointError, InvalidValue or MissingRequirement, saying what to change.
+    Changes: on a CPU, how this process's allocator treats freed memory (`minserve.freed_memory`).
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class LLM:
         self.config = config or EngineConfig()
         folder = shipped_checkpoint() if path is None else Path(path)
         _check_device(self.config.device)
+        if torch.device(self.config.device).type == "cpu":
+            keep_freed_memory()
         dtype = getattr(torch, self.config.dtype)
         self.model = HybridLM.from_checkpoint(folder, dtype, self.config.device, self.config.impl)
         self.tokenizer = load_tokenizer(folder)

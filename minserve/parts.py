@@ -8,48 +8,127 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from minserve.batching.batcher import Batcher
+from minserve.batching.batcher import Asked, Batcher, BatcherError, Phase, Plan, Room, Slice
 from minserve.model.implementations import Implementation
 from minserve.paging.page_table import Allocator, PageAllocator
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The engine's replaceable parts; None keeps the library's.
+    """The engine's replaceable parts.
 
     Fields:
-        page_allocator: makes the allocator of a pool of num_pages pages (chapter 04).
-        batcher: makes the batcher from (batch_tokens, max_running, policy) (chapter 03).
-        paged_attention: attends for one row: (q [tokens heads dim], k_pages, v_pages, its page table, tokens in its
-            context) -> out [tokens heads dim] (chapter 04).
+        page_allocator: makes the allocator of a pool of num_pages pages (exercise 4.2).
+        plan: chooses the slices of a step (exercise 3.4); None takes the library's batcher.
+        paged_attention: attends for one row (exercise 4.5); None takes the library's.
     """
 
     page_allocator: Callable[[int], Allocator] = PageAllocator
-    batcher: Callable[[int, int, str], Batcher] = Batcher
+    plan: Callable[..., list[tuple[int, int, int, str]]] | None = None
     paged_attention: Callable | None = None
 
-    def replace(self, implementation: Implementation) -> Implementation:
-        """The implementation with the reader's functions in it."""
+    def make_batcher(self, batch_tokens: int, max_running: int, policy: str) -> Batcher:
+        """The batcher, with the reader's plan in it."""
+        kind = Batcher if self.plan is None else partial(PlannedBatcher, self.plan)
+        return kind(batch_tokens, max_running, policy)
+
+    def put_into(self, implementation: Implementation) -> Implementation:
+        """The implementation, with the reader's functions in it."""
         if self.paged_attention is None:
             return implementation
         return implementation._replace(paged_attention=row_by_row(self.paged_attention))
 
 
 def row_by_row(attend_one: Callable) -> Callable:
-    """A batched paged attention made of one that works on a single row; see `Parts.paged_attention`."""
+    """A batched paged attention made of one for a row: (q, k_pages, v_pages, page table, tokens) -> (out, lse)."""
 
     def paged_attention(
         q: Tensor, k_pages: Tensor, v_pages: Tensor, page_tables: Tensor, row_starts: Tensor, context_lens: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        outs = []
-        for row, context in enumerate(context_lens.tolist()):
-            start, stop = row_starts[row : row + 2].tolist()
-            pages = page_tables[row][: -(-context // k_pages.shape[1])]
-            outs.append(attend_one(q[start:stop], k_pages, v_pages, pages, context))
-        return torch.cat(outs), None
+    ) -> tuple[Tensor, Tensor]:
+        starts, parts = row_starts.tolist(), []
+        for row, (pages, context) in enumerate(zip(page_tables.tolist(), context_lens.tolist(), strict=True)):
+            parts.append(attend_one(q[starts[row] : starts[row + 1]], k_pages, v_pages, pages, context))
+        outs, lses = zip(*parts, strict=True)
+        return torch.cat(outs), torch.cat(lses)
 
     return paged_attention
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a request stands, as a reader's plan sees it: the `Request` of exercise 3.4."""
+
+    id: object
+    arrived_s: float
+    num_tokens: int
+    num_computed: int
+    num_pages: int
+    phase: str
+
+
+class PlannedBatcher(Batcher):
+    """A batcher whose slices a function of the reader chooses.
+
+    Where the function leaves everybody out although somebody runs, pages are short, and the library's own plan is used
+    for this step: it knows whom to put back.
+
+    Arguments:
+        choose: (running, waiting, batch_tokens, max_running, free_pages, page_size) -> (id, start, stop, phase) of each
+            slice; the phase "refused" ends a request that could never run.
+        batch_tokens, max_running, policy: as for `Batcher`.
+    """
+
+    def __init__(self, choose: Callable, batch_tokens: int, max_running: int, policy: str = "fcfs"):
+        super().__init__(batch_tokens, max_running, policy)
+        self._choose = choose
+
+    def plan(self, room: Room) -> Plan:
+        """See Batcher.plan. Errors: BatcherError for a slice that cannot be. Changes: the queues and the room."""
+        running = [self._standing(request, phase, room) for request, phase in self.running.values()]
+        waiting = [self._standing(request, Phase.PREFILL, room) for request in self.waiting]
+        limits = (self.batch_tokens, self.max_running, room.free_pages, room.page_size)
+        chosen = self._choose(running, waiting, *limits)
+        if not chosen and self.running:
+            return super().plan(room)
+        plan, spent = Plan(), 0
+        for request_id, start, stop, phase in chosen:
+            request = self._find(request_id)
+            if phase == "refused":
+                plan.stuck.append(request)
+                continue
+            spent += stop - start
+            if start != request.num_computed or not start < stop <= request.num_committed or spent > self.batch_tokens:
+                said = f"from {request.num_computed} to {request.num_committed} at most, {self.batch_tokens} in all"
+                raise BatcherError(f"plan has tokens {start} to {stop} of request {request_id!r}; it may have {said}")
+            self._let_in(request, room, plan)
+            if not room.grow(request, stop):
+                raise BatcherError(f"plan has request {request_id!r} run to {stop}, and there are no pages for that")
+            plan.slices.append(Slice(request, start, stop, self.running[request_id][1]))
+        return plan
+
+    def _standing(self, request: Asked, phase: Phase, room: Room) -> Standing:
+        """The request as the reader's function sees it; arrivals are numbered instead of timed."""
+        arrived, num_pages = self._arrival[request.id], room.pages_held(request)
+        return Standing(request.id, float(arrived), request.num_committed, request.num_computed, num_pages, phase.value)
+
+    def _find(self, request_id: object) -> Asked:
+        """A known request. Errors: BatcherError for any other id."""
+        for request in (*(entry[0] for entry in self.running.values()), *self.waiting):
+            if request.id == request_id:
+                return request
+        raise BatcherError(f"plan has request {request_id!r}, which neither runs nor waits")
+
+    def _let_in(self, request: Asked, room: Room, plan: Plan) -> None:
+        """Let a waiting request in. Errors: BatcherError without a place. Changes: the queues, the room, the plan."""
+        if request.id in self.running:
+            return
+        if len(self.running) >= self.max_running or room.admit(request, 0) is None:
+            raise BatcherError(f"plan lets request {request.id!r} in, and there is no place or no pages for it")
+        self._queue.remove((self._rank(request), request))
+        self.running[request.id] = (request, Phase.PREFILL)
+        plan.admitted.append(request)

@@ -6,10 +6,16 @@ It costs some 50 microseconds a call. The notebooks run without it, in processes
 from importlib.util import find_spec
 
 CHECKED = [  # kernels are none of them: Triton wants a function as it is written
+    "minserve.attention_merge",
+    "minserve.batching.ragged_attention",
+    "minserve.choosing",
     "minserve.deltanet.conv_tail",
     "minserve.deltanet.gated_delta",
     "minserve.deltanet.tail_copy",
     "minserve.experts.expert_mix",
+    "minserve.hybrid.cache_memory",
+    "minserve.hybrid.packing",
+    "minserve.model.joined_projections",
     "minserve.model.layers",
     "minserve.model.losses",
     "minserve.model.mtp",
@@ -17,6 +23,7 @@ CHECKED = [  # kernels are none of them: Triton wants a function as it is writte
     "minserve.model.optimizer",
     "minserve.model.static_memory",
     "minserve.model.step",
+    "minserve.paging.paged_attention",
     "minserve.sampling",
 ]
 

@@ -50,6 +50,9 @@ class Asked(Protocol):
 class Room(Protocol):
     """What a step may take from the caches, and gives back when it fails."""
 
+    free_pages: int
+    page_size: int
+
     def admit(self, request: Asked, spare_pages: int) -> int | None:
         """Let a request in if all its tokens and one more fit beside `spare_pages` others: tokens that are cached."""
 
@@ -58,6 +61,9 @@ class Room(Protocol):
 
     def missing(self, request: Asked, stop: int) -> int:
         """How many pages are to be taken yet for the tokens up to stop."""
+
+    def pages_held(self, request: Asked) -> int:
+        """How many pages the request holds."""
 
     def preempt(self, request: Asked) -> None:
         """Give back all that the request holds."""

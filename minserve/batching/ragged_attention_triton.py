@@ -21,7 +21,9 @@ try:
     import triton
     import triton.language as tl
 except ImportError as error:
-    raise MissingRequirement("triton", "a kernel, ragged_attention_triton,", "pip install 'minserve[triton]'") from error
+    raise MissingRequirement(
+        "triton", "a kernel, ragged_attention_triton,", "pip install 'minserve[triton]'"
+    ) from error
 
 SMALLEST_BLOCK = 16  # of a matrix product on tensor cores, along each side
 

@@ -104,8 +104,7 @@ class HybridCache:
 
     def check(self) -> None:
         """Raise PageError or StateError unless, between steps, all is owned by exactly those who hold it."""
-        if isinstance(self.allocator, PageAllocator):
-            self.allocator.check()
+        self.allocator.check()
         check_references(self.allocator, self.tables.values())
         self.states.check()
         if sorted(self.slot_of.values()) != sorted(self.states.held):

@@ -28,12 +28,22 @@ class Ticket:
         self._cache = cache
         self._room_before: dict[Hashable, int] = {}
 
+    @property
+    def free_pages(self) -> int:
+        """Pages that can be taken."""
+        return self._cache.allocator.num_free
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self._cache.page_size
+
     def admit(self, request: Request, spare_pages: int) -> int | None:
         """Let a request in, if all its tokens and one more fit beside `spare_pages` others.
 
         Returns how many of its tokens are cached, or None when it has to wait. Changes: the cache.
         """
-        if spare_pages + self._cache.pages_needed(request.num_committed + 1) > self._cache.allocator.num_free:
+        if spare_pages + self._cache.pages_needed(request.num_committed + 1) > self.free_pages:
             return None
         self._cache.begin(request)
         return 0
@@ -57,7 +67,12 @@ class Ticket:
 
     def missing(self, request: Request, stop: int) -> int:
         """How many pages are to be taken yet for the tokens up to stop."""
-        return max(0, self._cache.pages_needed(stop) - len(self._cache.tables[request.id].pages))
+        return max(0, self._cache.pages_needed(stop) - self.pages_held(request))
+
+    def pages_held(self, request: Request) -> int:
+        """How many pages the request holds."""
+        table = self._cache.tables.get(request.id)
+        return len(table.pages) if table is not None else 0
 
     def preempt(self, request: Request) -> None:
         """Take back all that a request holds, in this step and from before; it starts again. Changes: the cache."""

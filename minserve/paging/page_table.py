@@ -49,6 +49,9 @@ class Allocator(Protocol):
     def ref_count(self, page: int) -> int:
         """How many refer to the page."""
 
+    def check(self) -> None:
+        """Raise where its own counts contradict one another."""
+
 
 class PageAllocator:
     """Hands out pages from a stack of free ones; every operation costs the same, however large the pool.
@@ -193,7 +196,7 @@ class PageTable:
         self.shrink(0)
 
 
-def check_references(allocator: PageAllocator, tables: Iterable[PageTable]) -> None:
+def check_references(allocator: Allocator, tables: Iterable[PageTable]) -> None:
     """Raise PageError unless the references of every page are exactly those of the tables, and the rest is free."""
     counted: dict[int, int] = {}
     for table in tables:
