@@ -74,8 +74,9 @@ class Standing:
 class PlannedBatcher(Batcher):
     """A batcher whose slices a function of the reader chooses.
 
-    Where the function leaves everybody out although somebody runs, pages are short, and the library's own plan is used
-    for this step: it knows whom to put back.
+    Where the function leaves out a decoding row, or everybody, pages are short, and the library's own plan is used for
+    this step: it knows whom to put back. It also asks for one token's room more before it lets a request in; one for
+    which there is none waits.
 
     Arguments:
         choose: (running, waiting, batch_tokens, max_running, free_pages, page_size) -> (id, start, stop, phase) of each
@@ -93,7 +94,8 @@ class PlannedBatcher(Batcher):
         waiting = [self._standing(request, Phase.PREFILL, room) for request in self.waiting]
         limits = (self.batch_tokens, self.max_running, room.free_pages, room.page_size)
         chosen = self._choose(running, waiting, *limits)
-        if not chosen and self.running:
+        decoding = {request.id for request, phase in self.running.values() if phase is Phase.DECODE}
+        if self.running and not chosen or decoding - {request_id for request_id, *_ in chosen}:
             return super().plan(room)
         plan, spent = Plan(), 0
         for request_id, start, stop, phase in chosen:
@@ -105,7 +107,8 @@ class PlannedBatcher(Batcher):
             if start != request.num_computed or not start < stop <= request.num_committed or spent > self.batch_tokens:
                 said = f"from {request.num_computed} to {request.num_committed} at most, {self.batch_tokens} in all"
                 raise BatcherError(f"plan has tokens {start} to {stop} of request {request_id!r}; it may have {said}")
-            self._let_in(request, room, plan)
+            if not self._let_in(request, room, plan):
+                break
             if not room.grow(request, stop):
                 raise BatcherError(f"plan has request {request_id!r} run to {stop}, and there are no pages for that")
             plan.slices.append(Slice(request, start, stop, self.running[request_id][1]))
@@ -123,12 +126,15 @@ class PlannedBatcher(Batcher):
                 return request
         raise BatcherError(f"plan has request {request_id!r}, which neither runs nor waits")
 
-    def _let_in(self, request: Asked, room: Room, plan: Plan) -> None:
-        """Let a waiting request in. Errors: BatcherError without a place. Changes: the queues, the room, the plan."""
+    def _let_in(self, request: Asked, room: Room, plan: Plan) -> bool:
+        """Let a waiting request in; whether it runs. Errors: BatcherError without a place. Changes: as `plan`."""
         if request.id in self.running:
-            return
-        if len(self.running) >= self.max_running or room.admit(request, 0) is None:
-            raise BatcherError(f"plan lets request {request.id!r} in, and there is no place or no pages for it")
+            return True
+        if len(self.running) >= self.max_running:
+            raise BatcherError(f"plan lets request {request.id!r} in; max_running is {self.max_running}")
+        if room.admit(request, 0) is None:
+            return False
         self._queue.remove((self._rank(request), request))
         self.running[request.id] = (request, Phase.PREFILL)
         plan.admitted.append(request)
+        return True

@@ -43,7 +43,8 @@ class Ticket:
 
         Returns how many of its tokens are cached, or None when it has to wait. Changes: the cache.
         """
-        if spare_pages + self._cache.pages_needed(request.num_committed + 1) > self.free_pages:
+        most = len(request.prompt_ids) + request.params.max_tokens
+        if spare_pages + self._cache.pages_needed(min(request.num_committed + 1, most)) > self.free_pages:
             return None
         self._cache.begin(request)
         return 0

@@ -15,7 +15,7 @@ from typing import Protocol
 from minserve.errors import InvalidValue, MinserveError
 
 
-class PageError(MinserveError):
+class PageError(MinserveError, ValueError):
     """Page bookkeeping that cannot be: a page released more often than taken, or counts that do not add up."""
 
 

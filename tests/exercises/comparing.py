@@ -75,7 +75,7 @@ def _mapping_difference(got, want: Mapping, rtol: float, atol: float, path: str)
         return f"{path or 'the result'} is {_kind(got)}; it should be a dict"
     missing, unexpected = [key for key in want if key not in got], [key for key in got if key not in want]
     if missing or unexpected:
-        words = [f"no key {missing[0]!r}"] * bool(missing) + [f"an unexpected key {unexpected[0]!r}"] * bool(unexpected)
+        words = [f"no key {key!r}" for key in missing[:1]] + [f"an unexpected key {key!r}" for key in unexpected[:1]]
         return f"{path or 'the result'} has {' but '.join(words)}"
     found = (difference(got[key], want[key], rtol, atol, f"{path}[{key!r}]") for key in want)
     return next((text for text in found if text), None)

@@ -29,6 +29,7 @@ DIFFERENT = (
     (1_000_000_001, 1_000_000_000, "should be"), (None, 1, "was the result returned"), ("1", 1, "'1', should be 1"),
     ([1], [1, 2], "has 1 entries, should have 2"), ([1, [2, 3]], [1, [2, 4]], r"at \[1\]\[1\]: 3, should be 4"),
     ({"a": 1}, {"b": 1}, "no key 'b' but an unexpected key 'a'"), (3, {"b": 1}, "of type int; it should be a dict"),
+    ({}, {"b": 1}, "no key 'b'"), ({"a": 1, "b": 1}, {"b": 1}, "an unexpected key 'a'"),
     (3, [3], "of type int; it should be a list of 1"), (Point(1, 2.0), Point(1, 3.0), r"\['y'\]: 2.0, should be 3.0"),
     (torch.zeros(2), torch.zeros(3), r"shape \[2\], should be \[3\]"), ([0.0], torch.zeros(1), "should be a tensor"),
     (torch.zeros(2), torch.zeros(2).double(), "dtype float32, should be float64"), (Raised("KeyError"), 1, "KeyError"),
