@@ -1,11 +1,22 @@
-"""The command line: `minserve generate`, `doctor`, `bench`, `train`."""
+"""The command line: `minserve generate`, `race`, `doctor`, `bench`, `train`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
+from types import MappingProxyType
 
-from minserve.errors import MinserveError
+from minserve.errors import InvalidValue, MinserveError
+
+# what `minserve bench` measures, and which options each takes besides --model, --rounds, --threads and --json
+BENCHES = MappingProxyType(
+    {
+        "serve": ("against", "requests", "batch_size", "prompt_tokens", "output_tokens", "trace", "timeline"),
+        "decode": ("against", "max_tokens"),
+        "engine": ("requests",),
+    }
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -13,6 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="minserve", description="Serve a hybrid language model, from scratch.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_generate(commands)
+    _add_race(commands)
     doctor = commands.add_parser("doctor", help="what this machine has, what the model is, what is missing for what")
     doctor.add_argument("--model", help="a checkpoint folder; the shipped model unless given")
     doctor.set_defaults(run=run_doctor)
@@ -40,14 +52,36 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     generate.set_defaults(run=run_generate)
 
 
+def _add_race(commands: argparse._SubParsersAction) -> None:
+    """The options of `minserve race`. Changes: the parser."""
+    race = commands.add_parser("race", help="eight prompts, one of them yours: generate() in a loop against the engine")
+    race.add_argument("prompt", nargs="?", default="def area(", help="yours (default 'def area(')")
+    race.add_argument("--model", help="a checkpoint folder; the shipped model unless given")
+    race.add_argument("--dtype", default="float32")
+    race.add_argument("--max-tokens", type=int, default=120, help="of your output (default 120)")
+    race.add_argument("--seed", type=int, default=0)
+    race.add_argument("--speed", type=float, default=1.0, help="of the replay: 0.5 is half as fast as it was")
+    race.set_defaults(run=run_race)
+
+
 def _add_bench(commands: argparse._SubParsersAction) -> None:
     """The options of `minserve bench`. Changes: the parser."""
-    bench = commands.add_parser("bench", help="decode speed at batch 1, as a ratio against a peer in the same run")
+    bench = commands.add_parser("bench", help="speeds as ratios against a peer in the same run")
+    what = "serve: many requests at once (the default); decode: one request; engine: a step without the model"
+    bench.add_argument("what", nargs="?", choices=tuple(BENCHES), default="serve", help=what)
     bench.add_argument("--model", help="a checkpoint folder; the shipped model unless given")
-    bench.add_argument("--against", choices=("transformers",), help="a peer on the same weights")
-    bench.add_argument("--max-tokens", type=int, default=128)
-    bench.add_argument("--rounds", type=int, default=5)
+    bench.add_argument("--rounds", type=int, help="how often each runs (default 3; decode 5)")
+    bench.add_argument("--threads", type=int, help="torch's threads")
     bench.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    bench.add_argument("--against", choices=("transformers",), help="serve, decode: a peer on the same weights")
+    bench.add_argument("--requests", type=int, help="serve, engine: how many (default 64; engine 256)")
+    bench.add_argument("--batch-size", type=int, help="serve: of the static batches (default: all requests in one)")
+    lengths = {"type": int, "nargs": 2, "metavar": ("SHORTEST", "LONGEST")}
+    bench.add_argument("--prompt-tokens", **lengths, help="serve: lengths of prompts (default 32 512)")
+    bench.add_argument("--output-tokens", **lengths, help="serve: lengths of outputs (default 16 128)")
+    bench.add_argument("--trace", metavar="FILE", help="serve: write the engine's run for ui.perfetto.dev")
+    bench.add_argument("--timeline", metavar="FILE.png", help="serve: draw the static batch beside the engine")
+    bench.add_argument("--max-tokens", type=int, help="decode: length of the output (default 128)")
     bench.set_defaults(run=run_bench)
 
 
@@ -90,13 +124,89 @@ def run_doctor(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_bench(args: argparse.Namespace) -> int:
-    """Measure decode speed and print it."""
-    from minserve.bench import bench_decode, table, to_json
+def run_race(args: argparse.Namespace) -> int:
+    """Record both sides, replay them where there is a terminal, and say how it ended."""
+    import shutil
+    import time
 
-    results = bench_decode(args.model, num_tokens=args.max_tokens, rounds=args.rounds, against=args.against)
-    print(to_json(results) if args.json else table(results))
+    from minserve.clock import RealClock
+    from minserve.race import recording, screen
+
+    screen.check_speed(args.speed)
+    size = shutil.get_terminal_size()
+    fits = size.columns >= screen.MIN_COLUMNS and size.lines >= screen.MIN_LINES
+    shown = sys.stdout.isatty() and fits
+    if shown:
+        print("recording the loop, then the engine; the replay shows both on one clock", flush=True)
+    race = recording.run_race(args.prompt, args.model, args.max_tokens, args.seed, args.dtype)
+    if shown:
+        screen.replay(race, sys.stdout, size.columns, RealClock(), time.sleep, args.speed)
+        print()
+    print(screen.result(race))
     return 0
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Measure what was asked for and print it."""
+    for name in sorted({name for names in BENCHES.values() for name in names} - {*BENCHES[args.what]}):
+        if getattr(args, name) is not None:
+            raise InvalidValue(f"--{name.replace('_', '-')}", getattr(args, name), f"left out of bench {args.what}")
+    if args.threads is not None:
+        import torch
+
+        if args.threads < 1:
+            raise InvalidValue("--threads", args.threads, "at least 1")
+        torch.set_num_threads(args.threads)
+    bench = {"serve": _bench_serve, "decode": _bench_decode, "engine": _bench_engine}[args.what]
+    print(bench(args))
+    return 0
+
+
+def _given(**options: object) -> dict[str, object]:
+    """The options that were given; the others keep the defaults of the function that is called."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _bench_serve(args: argparse.Namespace) -> str:
+    """Many requests at once."""
+    from minserve.bench import serving
+
+    for file in filter(None, (args.trace, args.timeline)):
+        if not Path(file).absolute().parent.is_dir():
+            raise InvalidValue("file", file, "in a folder that exists")
+    if args.timeline:
+        from minserve import plots  # first of all: without matplotlib, better now than after minutes
+    lengths = {name: tuple(getattr(args, name) or ()) or None for name in ("prompt_tokens", "output_tokens")}
+    bench = serving.bench_serving(
+        args.model, against=args.against, batch_size=args.batch_size,
+        **_given(num_requests=args.requests, rounds=args.rounds, **lengths),
+    )  # fmt: skip
+    if args.trace:
+        from minserve.spans import chrome_trace
+
+        chrome_trace(bench.logs["continuous"], args.trace)
+    if args.timeline:
+        logs = {name: bench.logs[name] for name in ("static", "continuous")}
+        plots.timeline("What is each request doing, in a static batch and in the engine?", logs).savefig(args.timeline)
+    return serving.to_json(bench) if args.json else serving.table(bench)
+
+
+def _bench_decode(args: argparse.Namespace) -> str:
+    """One request alone."""
+    from minserve.bench import decode
+
+    given = _given(num_tokens=args.max_tokens, rounds=args.rounds)
+    results = decode.bench_decode(args.model, against=args.against, **given)
+    return decode.to_json(results) if args.json else decode.table(results, args.against or "naive")
+
+
+def _bench_engine(args: argparse.Namespace) -> str:
+    """A step without the model."""
+    from minserve.bench import bookkeeping
+
+    given = _given(num_requests=args.requests, rounds=args.rounds)
+    results = bookkeeping.bench_bookkeeping(args.model, **given)
+    return bookkeeping.to_json(results) if args.json else bookkeeping.table(results)
 
 
 def run_train(args: argparse.Namespace) -> int:

@@ -26,12 +26,13 @@ except ImportError as error:
     ) from error
 
 SMALLEST_BLOCK = 16  # of a matrix product on tensor cores, along each side
+NUM_STAGES = 2  # blocks of keys and values under way: three would not fit into the shared memory of every GPU
 
 
 @triton.jit
-def vector_offset(token, head, heads, HEAD_DIM: tl.constexpr):
-    """Where one head of one token begins in packed queries, keys or values."""
-    return (token.to(tl.int64) * heads + head) * HEAD_DIM
+def vector_offset(token, head, heads, SIZE: tl.constexpr):
+    """Where the numbers of one head of one token begin in a packed tensor, SIZE of each head."""
+    return (token.to(tl.int64) * heads + head) * SIZE
 
 
 @triton.jit
@@ -43,8 +44,8 @@ def ragged_attention_kernel(
     tile, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(tile_rows + tile)
     if row < num_rows:
-        start, stop = tl.load(row_starts + row), tl.load(row_starts + row + 1)
-        first = start + (tile - tl.load(tile_starts + row)) * QUERIES
+        start, stop = tl.load(row_starts + row).to(tl.int32), tl.load(row_starts + row + 1).to(tl.int32)
+        first = start + (tile - tl.load(tile_starts + row).to(tl.int32)) * QUERIES
         query, dim = first + tl.arange(0, QUERIES), tl.arange(0, DIM)
         exists = (query < stop)[:, None] & (dim < HEAD_DIM)[None, :]
         here = vector_offset(query, head, heads, HEAD_DIM)[:, None] + dim[None, :]
@@ -69,7 +70,7 @@ def ragged_attention_kernel(
             fresh = tl.dot(weights.to(values.dtype), values, input_precision="ieee", out_dtype=wide)
             mixed, peak = mixed * shrink[:, None] + fresh, higher
         tl.store(out + here, (mixed / total[:, None]).to(queries.dtype), mask=exists)
-        tl.store(lse + query.to(tl.int64) * heads + head, peak + tl.log(total), mask=query < stop)
+        tl.store(lse + vector_offset(query, head, heads, 1), peak + tl.log(total), mask=query < stop)
 
 
 def ragged_attention(
@@ -79,47 +80,59 @@ def ragged_attention(
     row_starts: Int[Tensor, " rows_plus_1"],
     *,
     out: Float[Tensor, "tokens heads head_dim"] | None = None,
-    block_queries: int = 64,
-    block_keys: int = 32,
+    lse: Float[Tensor, "tokens heads"] | None = None,
+    block_queries: int | None = None,
+    block_keys: int | None = None,
 ) -> tuple[Float[Tensor, "tokens heads head_dim"], Float[Tensor, "tokens heads"]]:
     """Attend inside each row; arguments and results as the reference's, `minserve.batching.ragged_attention`.
 
     Arguments:
-        out: where the attention goes, a new tensor unless given.
-        block_queries, block_keys: the size of a tile, powers of two from 16 on. They change the order of sums, so a
-            row's last bits; what else is in the batch does not.
-    Changes: `out`. Nothing waits for the GPU, so row_starts is believed; no gradient flows.
+        out, lse: where the results go, new tensors unless given.
+        block_queries, block_keys: the queries of a program, and the keys that it looks at in one go; powers of two
+            from 16 on, and as many as registers hold unless given.
+    Changes: `out` and `lse`. Nothing waits for the GPU, so row_starts is believed. No gradient flows. What else is in
+    the batch does not change a row's bits.
     Errors: InvalidValue for tensors that differ in dtype or blocks of another size; MissingRequirement without a GPU.
     """
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty(q.shape) if out is None else out
+    lse = q.new_empty(q.shape[:2], dtype=wide) if lse is None else lse
     q, k, v, row_starts = (x.contiguous() for x in (q, k, v, row_starts))
-    _check({"q": q, "k": k, "v": v, "out": out}, {"block_queries": block_queries, "block_keys": block_keys})
+    _check({"q": q, "k": k, "v": v, "out": out}, q.dtype)
+    _check({"lse": lse}, wide)
+    queries, keys, dim = _blocks(q.shape[-1], q.element_size())
+    queries, keys = block_queries or queries, block_keys or keys
+    for name, size in (("block_queries", queries), ("block_keys", keys)):
+        if size < SMALLEST_BLOCK or size & (size - 1):
+            raise InvalidValue(name, size, f"a power of two from {SMALLEST_BLOCK} on")
     (num_tokens, heads, head_dim), num_rows = q.shape, len(row_starts) - 1
-    lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     # A row has as many tiles as it needs. How many that are only the GPU knows: some tiles at the end have no row.
-    row_tiles = (row_starts.diff() + block_queries - 1) // block_queries
+    row_tiles = (row_starts.diff() + queries - 1) // queries
     stops = row_tiles.cumsum(0)
-    tiles = torch.arange(num_tokens // block_queries + num_rows, device=q.device)
+    tiles = torch.arange(num_tokens // queries + num_rows, device=q.device)
     tile_rows = torch.searchsorted(stops, tiles, right=True)
     if num_tokens:
         ragged_attention_kernel[(len(tiles), heads)](
             q, k, v, row_starts, tile_rows, stops - row_tiles, out, lse, num_rows, heads, k.shape[1],
-            HEAD_DIM=head_dim, SCALE=head_dim**-0.5, QUERIES=block_queries, KEYS=block_keys,
-            DIM=max(SMALLEST_BLOCK, triton.next_power_of_2(head_dim)),
+            HEAD_DIM=head_dim, SCALE=head_dim**-0.5, QUERIES=queries, KEYS=keys, DIM=dim,
+            num_stages=NUM_STAGES,
         )  # fmt: skip
     return out, lse
 
 
-def _check(numbers: dict[str, Tensor], blocks: dict[str, int]) -> None:
+def _blocks(head_dim: int, number_bytes: int) -> tuple[int, int, int]:
+    """Queries and keys of a tile, and lanes of a vector: powers of two that registers hold without spilling."""
+    dim = max(SMALLEST_BLOCK, triton.next_power_of_2(head_dim))
+    queries = min(64, 16384 // (dim * number_bytes))
+    return max(SMALLEST_BLOCK, queries), 32 if number_bytes == 2 else SMALLEST_BLOCK, dim
+
+
+def _check(tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Refuse what the kernel cannot be launched on."""
-    q = numbers["q"]
-    for name, tensor in numbers.items():
-        if tensor.dtype != q.dtype:
-            raise InvalidValue(f"{name}.dtype", tensor.dtype, f"{q.dtype}, as q is")
-    if not numbers["out"].is_contiguous():
-        raise InvalidValue("out.stride()", numbers["out"].stride(), "that of a contiguous tensor")
-    for name, size in blocks.items():
-        if size < SMALLEST_BLOCK or size & (size - 1):
-            raise InvalidValue(name, size, f"a power of two from {SMALLEST_BLOCK} on")
-    if not q.is_cuda and isinstance(ragged_attention_kernel, triton.JITFunction):
-        raise MissingRequirement("a GPU", "a compiled kernel", "set TRITON_INTERPRET=1, or use the reference")
+    for name, tensor in tensors.items():
+        if tensor.dtype != dtype:
+            raise InvalidValue(f"{name}.dtype", tensor.dtype, f"{dtype}, to go with the other tensors")
+        if not tensor.is_contiguous():
+            raise InvalidValue(f"{name}.stride()", tensor.stride(), "that of a contiguous tensor")
+        if not tensor.is_cuda and isinstance(ragged_attention_kernel, triton.JITFunction):
+            raise MissingRequirement("a GPU", "a compiled kernel", "set TRITON_INTERPRET=1, or use the reference")

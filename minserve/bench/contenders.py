@@ -7,7 +7,6 @@ once, in turn, and what is reported is a ratio within a round.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from minserve.engine import Engine, Progress
 from minserve.engine_config import EngineConfig
 from minserve.errors import InvalidValue
 from minserve.events import EventKind, EventLog
+from minserve.freed_memory import keep_freed_memory
 from minserve.model.hybrid_lm import HybridLM
 from minserve.model.naive import run_alone
 from minserve.model.static_batch import serve_static
@@ -37,25 +37,30 @@ def contenders(folder: Path, config: EngineConfig, batch_size: int, against: str
 
     `naive` is the plain loop, one request after the other. `static` runs static batches, one after the other.
     `continuous` is the engine. A peer runs static batches of the same size. Each takes fresh requests, which all arrive
-    at once, in order; makes what memory it needs; and returns its log. naive and continuous turn tokens into text as
-    they go; static and the peer do not.
+    at once, in order, and returns its log, whose clock starts with them. The loop and the static batch make their
+    memory as they need it; the engine has its pools before. naive and continuous turn tokens into text as they go,
+    static and the peer do not.
 
     Arguments:
         folder: the checkpoint.
-        config: the engine's; its dtype is everybody's.
+        config: the engine's; its dtype and device are everybody's.
         batch_size: requests of a static batch.
         against: None or one of `PEERS`.
     Errors: InvalidValue for an unknown peer, MissingRequirement for one that is not installed.
+    Changes: on a CPU, how this process's allocator treats freed memory, for all contenders alike.
     """
     if against not in (None, *PEERS):
         raise InvalidValue("against", against, "one of " + ", ".join(PEERS))
+    if torch.device(config.device).type == "cpu":
+        keep_freed_memory()
     dtype = getattr(torch, config.dtype)
-    model = HybridLM.from_checkpoint(folder, dtype)
+    model = HybridLM.from_checkpoint(folder, dtype, config.device, config.impl)
     new_decoder = load_tokenizer(folder).incremental
+    engine = Engine(model, model.config, config, EventLog(RealClock()), new_decoder)
 
     def naive(requests: Sequence[Request]) -> EventLog:
         log = EventLog(RealClock())
-        for _ in serve_in_turn(model, requests, log, new_decoder):
+        for _ in serve_in_turn(model, requests, log, new_decoder, config.batch_tokens):
             pass
         return log
 
@@ -65,8 +70,7 @@ def contenders(folder: Path, config: EngineConfig, batch_size: int, against: str
         return log
 
     def continuous(requests: Sequence[Request]) -> EventLog:
-        log = EventLog(RealClock())
-        engine = Engine(model, model.config, config, log, new_decoder)
+        log = engine.log = EventLog(RealClock())
         for request in requests:
             engine.add(request)
         while engine.has_work:
@@ -75,7 +79,7 @@ def contenders(folder: Path, config: EngineConfig, batch_size: int, against: str
 
     serves: dict[str, Serve] = {"naive": naive, "static": static, "continuous": continuous}
     if against is not None:
-        serves[against] = transformers_batches(folder, dtype, batch_size)
+        serves[against] = transformers_batches(folder, dtype, batch_size, config.device)
     return serves
 
 
@@ -129,7 +133,6 @@ def run_rounds(
         for counted, name in progress:
             progress.set_postfix_str(name)
             requests = new_requests()
-            gc.collect()  # what one contender left behind is not swept on another one's time
             log = serves[name](requests)
             if counted:
                 yield name, requests, log

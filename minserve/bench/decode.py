@@ -41,8 +41,8 @@ def bench_decode(
         num_tokens: output tokens, at least 2; the time counts from the first token to the last.
         rounds: each contender runs once per round, in turn, after one uncounted round.
         against: None or "transformers".
-    Returns one result per contender; `ratio` is its speed over the last one's, within a round: over that of `against`
-    where there is one.
+    Returns one result per contender; `ratio` is its speed over the peer's within a round: over that of `against`, or
+    over the plain loop's.
     """
     if num_tokens < 2:
         raise InvalidValue("num_tokens", num_tokens, "at least 2")
@@ -55,7 +55,7 @@ def bench_decode(
     for name, (request,), log in run_rounds(serves, lambda: [Request(0, ids, params)], rounds):
         speeds[name].append(1 / metrics_of(log, request.id).tpot)
         tokens[name] = tuple(request.output_ids)
-    peer = speeds[list(serves)[-1]]
+    peer = speeds[against or "naive"]
     return [
         DecodeResult(
             name,
@@ -67,9 +67,8 @@ def bench_decode(
     ]
 
 
-def table(results: list[DecodeResult]) -> str:
-    """The results as lines of text."""
-    peer = results[-1].name
+def table(results: list[DecodeResult], peer: str = "naive") -> str:
+    """The results as lines of text; `peer` is whose speed the ratios are over."""
     lines = [f"{'decode, batch 1':16} {'tokens/s':>9} {'ms/token':>9}  against {peer}"]
     for r in results:
         lines.append(f"{r.name:16} {r.tokens_per_s:9.0f} {1e3 / r.tokens_per_s:9.2f}  {r.ratio:.2f} x")

@@ -30,16 +30,17 @@ class TokenTimes:
 
 
 def transformers_batches(
-    folder: Path, dtype: torch.dtype, batch_size: int
+    folder: Path, dtype: torch.dtype, batch_size: int, device: str = "cpu"
 ) -> Callable[[Sequence[Request]], EventLog]:  # fmt: skip
     """transformers' generate, batch after batch: prompts padded on the left, greedy, until the longest has its tokens.
 
     End tokens end nothing, as with ignore_eos. Tokens beyond what a request asked for are computed, and count as
-    padding.
+    padding. Without its optional kernels, which a CPU cannot run, transformers computes the delta rule and the
+    convolution by its own PyTorch reference, and says so.
 
     Arguments:
         folder: the checkpoint.
-        dtype: of the weights.
+        dtype, device: of the weights.
         batch_size: requests of a batch.
     Returns a contender, see `minserve.bench.contenders`; its requests are to be greedy ones.
     Errors: MissingRequirement without the package.
@@ -49,7 +50,7 @@ def transformers_batches(
     except ImportError as error:
         raise MissingRequirement("the package transformers", "bench --against transformers",
                                  "pip install 'minserve[notebooks]'") from error  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
     model.generation_config.eos_token_id = None
 
     def serve(requests: Sequence[Request]) -> EventLog:
@@ -58,11 +59,11 @@ def transformers_batches(
             log.record(EventKind.ARRIVED, request.id, time_s=0.0, prompt_tokens=len(request.prompt_ids))
         for start in range(0, len(requests), batch_size):
             batch = requests[start : start + batch_size]
-            ids, mask = pad_left([request.prompt_ids for request in batch])
+            ids, mask = (x.to(device) for x in pad_left([request.prompt_ids for request in batch]))
             times, longest = TokenTimes(log.clock), max(request.params.max_tokens for request in batch)
             with torch.inference_mode():
-                out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=longest,
-                                     pad_token_id=0, streamer=times)  # fmt: skip
+                out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=longest, pad_token_id=0,
+                                     streamer=times)  # fmt: skip
             record_batch(log, batch, out[:, ids.shape[1] :].tolist(), times.times_s)
         return log
 

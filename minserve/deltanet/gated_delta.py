@@ -50,7 +50,7 @@ def gated_delta_recurrent(
         memory = memory * decay[:, t]
         found = (k[:, t, :, None] @ memory).squeeze(-2)
         delta = strength[:, t] * (values[:, t] - found)
-        memory = memory + k[:, t, :, :, None] * delta[:, :, None]
+        memory = torch.addcmul(memory, k[:, t, :, :, None], delta[:, :, None])  # + k delta^T, in one pass
         outs.append(q[:, t, :, None] @ memory)
     return _as_dtype(torch.cat(outs, dim=2).transpose(1, 2), v.dtype), _as_dtype(memory, state.dtype)
 

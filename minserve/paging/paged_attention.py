@@ -7,6 +7,9 @@
 The page table is the only thing that knows where a token lies: pages of a row are in no order, and may be shared.
 Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention (arXiv 2309.06180),
 section 4.1.
+
+The reference copies the pages of some rows side by side and multiplies them at once. Where memory is fresh, copying is
+slow, so the copies of a call share one piece of memory.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from minserve.errors import InvalidValue
+from minserve.paging.page_table import pages_needed
 
 # How much is gathered, and how many scores are held, at a time: small enough to stay in a processor's cache.
 TOKENS_AT_A_TIME = 8192
@@ -54,21 +58,21 @@ def paged_attention(
     wide = torch.promote_types(q.dtype, torch.float32)
     queries = rearrange(q.to(wide) * q.shape[-1] ** -0.5, "t (kv group) d -> kv t group d", kv=kv_heads)
     out, lse = torch.zeros_like(queries), queries.new_full(queries.shape[:-1], -torch.inf)
-    page_begins = torch.arange(page_tables.shape[1], device=q.device) * page_size
-    page_tables = page_tables.masked_fill(page_begins >= context_lens[:, None], 0)  # any page: nothing of it is used
+    begins = torch.arange(page_tables.shape[1], device=q.device) * page_size
+    page_tables = page_tables.masked_fill(begins >= context_lens[:, None], 0)  # any page will do: it is not looked at
     groups = list(_alike(num_queries, contexts))
-    num_pages = [-(-contexts[rows[-1]] // page_size) for rows in groups]
-    room = max((len(rows) * num for rows, num in zip(groups, num_pages, strict=True)), default=0)
-    gathered = k_pages.new_empty(2, room, *k_pages.shape[1:])  # once: fresh memory costs more than what is done in it
-    for rows, num in zip(groups, num_pages, strict=True):
-        lens, count = [contexts[row] for row in rows], num_queries[rows[0]]
-        k, v = _gather(k_pages, v_pages, page_tables[rows, :num], lens, gathered)
+    room = max((len(rows) * pages_needed(contexts[rows[-1]], page_size) for rows in groups), default=0)
+    copied = k_pages.new_empty(2, room, *k_pages.shape[1:])
+    for rows in groups:
+        lens, num = [contexts[row] for row in rows], num_queries[rows[0]]
+        page_ids = page_tables[rows, : pages_needed(lens[-1], page_size)]
+        k, v = (x.to(wide) for x in _gather(k_pages, v_pages, page_ids, lens, copied))
         first_tokens = torch.tensor([[starts[row]] for row in rows], device=q.device)
         step = max(1, SCORES_AT_A_TIME // (len(rows) * lens[-1] * q.shape[1]))
-        for first in range(0, count, step):
-            some = first_tokens + torch.arange(first, min(first + step, count), device=q.device)
-            sees = [length - count + first + 1 for length in lens]
-            out[:, some], lse[:, some] = _attend(queries[:, some], k.to(wide), v.to(wide), sees)
+        for first in range(0, num, step):
+            tokens = first_tokens + torch.arange(first, min(first + step, num), device=q.device)
+            sees = [length - num + first + 1 for length in lens]
+            out[:, tokens], lse[:, tokens] = _attend(queries[:, tokens], k, v, sees)
     return rearrange(out, "kv t group d -> t (kv group) d").to(q.dtype), rearrange(lse, "kv t group -> t (kv group)")
 
 
@@ -95,20 +99,23 @@ def _alike(num_queries: list[int], contexts: list[int]) -> Iterator[list[int]]:
 
 
 def _gather(
-    k_pages: Tensor, v_pages: Tensor, page_ids: Int[Tensor, "rows row_pages"], lens: list[int], gathered: Tensor
+    k_pages: Float[Tensor, "pages page_size kv_heads head_dim"],
+    v_pages: Float[Tensor, "pages page_size kv_heads head_dim"],
+    page_ids: Int[Tensor, "rows row_pages"],
+    lens: list[int],
+    copied: Float[Tensor, "2 room page_size kv_heads head_dim"],
 ) -> list[Float[Tensor, "rows longest kv_heads head_dim"]]:
-    """Copy the pages of some rows out of the pools, whole. Changes: `gathered`, of which keys and values are views."""
-    found = []
-    for pages, room in zip((k_pages, v_pages), gathered[:, : page_ids.numel()], strict=True):
+    """The keys and values of some rows, the longest last. Changes: `copied`, into which their pages go, whole."""
+    gathered = []
+    for pages, room in zip((k_pages, v_pages), copied[:, : page_ids.numel()], strict=True):
         torch.index_select(pages, 0, page_ids.flatten(), out=room)
-        found.append(room.view(len(lens), -1, *pages.shape[2:])[:, : lens[-1]])
-    # What follows a shorter context is somebody else's, or NaN. A key's score is masked later; a value is multiplied
-    # by 0, which makes 0 of a number only.
-    unused = (
-        torch.arange(lens[0], lens[-1], device=page_ids.device) >= torch.tensor(lens, device=page_ids.device)[:, None]
-    )
-    found[1][:, lens[0] :].masked_fill_(unused[..., None, None], 0)
-    return found
+        gathered.append(room.view(len(lens), -1, *pages.shape[2:])[:, : lens[-1]])
+    # What follows a shorter context is another row's, or NaN. The score of such a key is masked later on; such a value
+    # is multiplied by 0, and 0 times NaN is NaN.
+    place = torch.arange(lens[0], lens[-1], device=page_ids.device)
+    unused = place >= torch.tensor(lens, device=page_ids.device)[:, None]
+    gathered[1][:, lens[0] :].masked_fill_(unused[..., None, None], 0)
+    return gathered
 
 
 def _attend(
@@ -117,7 +124,7 @@ def _attend(
     v: Float[Tensor, "rows longest kv_heads head_dim"],
     sees: list[int],
 ) -> tuple[Float[Tensor, "kv_heads rows queries group head_dim"], Float[Tensor, "kv_heads rows queries group"]]:
-    """Attend from equally many queries of each row: the first sees so many tokens, and each one more than the last."""
+    """Attend from equally many queries of each row. The first sees `sees` tokens, each one more than the last."""
     (_, _, queries, group, _), stop = q.shape, sees[-1] + q.shape[2] - 1
     # One product per key head, on views: heads lie side by side in a page, and one product of all would copy them.
     scores = q.new_empty(*q.shape[:2], queries * group, stop)

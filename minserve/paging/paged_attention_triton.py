@@ -24,13 +24,20 @@ except ImportError as error:
     raise MissingRequirement("triton", "a kernel, paged_attention_triton,", "pip install 'minserve[triton]'") from error
 
 SMALLEST_BLOCK = 16  # of a matrix product on tensor cores, along each side
+NUM_STAGES = 2  # blocks of keys and values under way: three would not fit into the shared memory of every GPU
 MAX_BLOCK = 1024
 
 
 @triton.jit
-def vector_offset(token, head, heads, HEAD_DIM: tl.constexpr):
-    """Where one head begins of a packed token, or of a slot: a pool is a packed tensor of slots."""
-    return (token.to(tl.int64) * heads + head) * HEAD_DIM
+def vector_offset(token, head, heads, SIZE: tl.constexpr):
+    """Where the numbers of one head of one token, or slot, begin: a pool is a packed tensor of slots."""
+    return (token.to(tl.int64) * heads + head) * SIZE
+
+
+@triton.jit
+def slot_of(place, page, page_size):
+    """The slot of the token at some place in its row, which lies in that page."""
+    return page.to(tl.int64) * page_size + place % page_size
 
 
 @triton.jit
@@ -43,10 +50,10 @@ def paged_attention_kernel(
     tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, group = tl.load(tile_rows + tile), heads // kv_heads
     if row < num_rows:
-        start, num_queries = tl.load(row_starts + row), tl.load(row_starts + row + 1) - tl.load(row_starts + row)
-        before = tl.load(context_lens + row) - num_queries  # tokens of the context that are no queries
-        at_once = LANES // group
-        first = (tile - tl.load(tile_starts + row)) * at_once
+        start, context = tl.load(row_starts + row).to(tl.int32), tl.load(context_lens + row).to(tl.int32)
+        num_queries, at_once = tl.load(row_starts + row + 1).to(tl.int32) - start, LANES // group
+        before = context - num_queries  # tokens that are no queries
+        first = (tile - tl.load(tile_starts + row).to(tl.int32)) * at_once
         lane, dim = tl.arange(0, LANES), tl.arange(0, DIM)
         query, head = first + lane // group, kv_head * group + lane % group
         asks = (lane < at_once * group) & (query < num_queries)
@@ -67,7 +74,7 @@ def paged_attention_kernel(
             for at in range(begin, end, KEYS):
                 place = at + tl.arange(0, KEYS)
                 page = tl.load(table + place // page_size, mask=place < end, other=0)
-                slot = page.to(tl.int64) * page_size + place % page_size
+                slot = slot_of(place, page, page_size)
                 there = vector_offset(slot, kv_head, kv_heads, HEAD_DIM)[:, None] + dim[None, :]
                 known = (place < end)[:, None] & (dim < HEAD_DIM)[None, :]
                 keys = tl.load(k_pages + there, mask=known, other=0)
@@ -100,8 +107,9 @@ def merge_parts_kernel(
     peak = tl.full((HEADS,), float("-inf"), wide)
     total = tl.full((HEADS,), 0, wide)
     mixed = tl.full((HEADS, DIM), 0, wide)
-    for part in range(num_parts):
-        which = vector_offset(part * num_tokens + token, head, heads, 1)
+    target = token.to(tl.int64)
+    for _ in range(num_parts):
+        which = vector_offset(target, head, heads, 1)
         found = tl.load(lses + which, mask=head < heads, other=float("-inf"))
         known = (found > float("-inf"))[:, None] & (dim < HEAD_DIM)[None, :]
         values = tl.load(outs + which[:, None] * HEAD_DIM + dim[None, :], mask=known, other=0)
@@ -110,6 +118,7 @@ def merge_parts_kernel(
         weight, shrink = tl.exp(found - level), tl.exp(peak - level)
         total = total * shrink + weight
         mixed, peak = mixed * shrink[:, None] + weight[:, None] * values, higher
+        target += num_tokens
     total = tl.where(total > 0, total, 1)
     which = vector_offset(token, head, heads, 1)
     exists = (head < heads)[:, None] & (dim < HEAD_DIM)[None, :]
@@ -127,34 +136,39 @@ def paged_attention(
     context_lens: Int[Tensor, " rows"],
     *,
     out: Float[Tensor, "tokens heads head_dim"] | None = None,
+    lse: Float[Tensor, "tokens heads"] | None = None,
     part_tokens: int = 512,
-    block_keys: int = 32,
+    block_keys: int | None = None,
 ) -> tuple[Float[Tensor, "tokens heads head_dim"], Float[Tensor, "tokens heads"]]:
     """Attend through page tables; arguments and results as the reference's, `minserve.paging.paged_attention`.
 
     Arguments:
-        out: where the attention goes, a new tensor unless given.
+        out, lse: where the results go, new tensors unless given.
         part_tokens: the context of a row with few queries is split into parts of so many tokens. The widest page table
             decides how many parts there may be, and so the scratch memory: let it be no wider than the longest context.
-        block_keys: how many keys a program looks at in one go, a power of two from 16 on.
-    Changes: `out`. Nothing waits for the GPU, so page ids and lengths are believed. What else is in the batch does not
-    change a row's bits.
+        block_keys: how many keys a program looks at in one go: a power of two from 16 on, and as many as registers
+            hold unless given.
+    Changes: `out` and `lse`. Nothing waits for the GPU, so page ids and lengths are believed. What else is in the
+    batch does not change a row's bits.
     Errors: InvalidValue for tensors that differ in dtype, pools that are not contiguous, or sizes out of range;
     MissingRequirement without a GPU.
     """
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    _check({"q": q, "k_pages": k_pages, "v_pages": v_pages, "out": out}, owned=("k_pages", "v_pages", "out"))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty(q.shape) if out is None else out
+    lse = q.new_empty(q.shape[:2], dtype=wide) if lse is None else lse
+    _check({"k_pages": k_pages, "v_pages": v_pages, "out": out}, q.dtype)
+    _check({"lse": lse}, wide)
     if part_tokens < 1:
         raise InvalidValue("part_tokens", part_tokens, "at least 1")
+    block_keys = block_keys or _block_keys(q.element_size())
     if block_keys < SMALLEST_BLOCK or block_keys & (block_keys - 1):
         raise InvalidValue("block_keys", block_keys, f"a power of two from {SMALLEST_BLOCK} on")
-    lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     num_parts = triton.cdiv(page_tables.shape[1] * k_pages.shape[1], part_tokens)
     if not num_parts or not len(q):
-        return out.zero_(), lse
+        return out.zero_(), lse.fill_(-torch.inf)
     split = num_parts > 1
-    outs = lse.new_empty(num_parts, *q.shape) if split else out.zero_()
-    lses = lse.expand(num_parts, -1, -1).contiguous() if split else lse
+    outs = q.new_empty(num_parts, *q.shape, dtype=wide) if split else out.zero_()
+    lses = q.new_full((num_parts, *lse.shape), -torch.inf, dtype=wide) if split else lse.fill_(-torch.inf)
     where = (page_tables.contiguous(), row_starts.contiguous(), context_lens.contiguous())
     _attend_to_parts(q.contiguous(), k_pages, v_pages, *where, outs, lses, num_parts, part_tokens, block_keys)
     if split:
@@ -184,6 +198,7 @@ def _attend_to_parts(
         q, k_pages, v_pages, page_tables, row_starts, context_lens, tile_rows, stops - row_tiles, outs, lses,
         num_rows, num_tokens, max_pages, page_size, part_tokens, heads, kv_heads,
         HEAD_DIM=head_dim, SCALE=head_dim**-0.5, LANES=lanes, KEYS=block_keys, DIM=_padded(head_dim),
+        num_stages=NUM_STAGES,
     )  # fmt: skip
 
 
@@ -213,13 +228,18 @@ def write_pages(
     Errors: InvalidValue for tensors that differ in dtype or pools that are not contiguous; MissingRequirement without
     a GPU.
     """
-    _check({"k": k, "v": v, "k_pages": k_pages, "v_pages": v_pages}, owned=("k_pages", "v_pages"))
+    k, v, slots = k.contiguous(), v.contiguous(), slots.contiguous()
+    _check({"k": k, "v": v, "k_pages": k_pages, "v_pages": v_pages}, k.dtype)
     num_tokens, channels = len(k), k[0].numel() if len(k) else 0
     if num_tokens:
         block = min(MAX_BLOCK, triton.next_power_of_2(channels))
         grid = (num_tokens, triton.cdiv(channels, block))
-        k, v, slots = k.contiguous(), v.contiguous(), slots.contiguous()
         write_pages_kernel[grid](k, v, k_pages, v_pages, slots, channels, BLOCK=block)
+
+
+def _block_keys(number_bytes: int) -> int:
+    """How many keys, and values, registers hold without spilling."""
+    return 32 if number_bytes == 2 else SMALLEST_BLOCK
 
 
 def _padded(head_dim: int) -> int:
@@ -227,13 +247,12 @@ def _padded(head_dim: int) -> int:
     return max(SMALLEST_BLOCK, triton.next_power_of_2(head_dim))
 
 
-def _check(numbers: dict[str, Tensor], owned: tuple[str, ...]) -> None:
-    """Refuse what no kernel here can be launched on; `owned` tensors are written in place or too large to copy."""
-    first, *_ = numbers
-    for name, tensor in numbers.items():
-        if tensor.dtype != numbers[first].dtype:
-            raise InvalidValue(f"{name}.dtype", tensor.dtype, f"{numbers[first].dtype}, as {first} is")
-        if name in owned and not tensor.is_contiguous():
+def _check(tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Refuse what no kernel here can be launched on."""
+    for name, tensor in tensors.items():
+        if tensor.dtype != dtype:
+            raise InvalidValue(f"{name}.dtype", tensor.dtype, f"{dtype}, to go with the other tensors")
+        if not tensor.is_contiguous():
             raise InvalidValue(f"{name}.stride()", tensor.stride(), "that of a contiguous tensor")
-    if not numbers[first].is_cuda and isinstance(paged_attention_kernel, triton.JITFunction):
-        raise MissingRequirement("a GPU", "a compiled kernel", "set TRITON_INTERPRET=1, or use the reference")
+        if not tensor.is_cuda and isinstance(paged_attention_kernel, triton.JITFunction):
+            raise MissingRequirement("a GPU", "a compiled kernel", "set TRITON_INTERPRET=1, or use the reference")

@@ -1,7 +1,5 @@
 """The commands: what they print, and that an error is one line."""
 
-import json
-
 import pytest
 
 from minserve.__main__ import main
@@ -48,28 +46,3 @@ def test_doctor_says_what_the_model_is_and_what_is_missing(small_folder, capsys,
     monkeypatch.setattr("minserve.doctor.find_spec", lambda name: None)
     assert main(["doctor", "--model", str(small_folder)]) == 0
     assert "triton        missing, needed for kernels: pip install 'minserve[triton]'" in capsys.readouterr().out
-
-
-def test_bench_reports_a_ratio_against_its_peer(small_folder, capsys):
-    assert (
-        main(
-            [
-                "bench",
-                "--model",
-                str(small_folder),
-                "--max-tokens",
-                "6",
-                "--rounds",
-                "1",
-                "--against",
-                "transformers",
-                "--json",
-            ]
-        )
-        == 0
-    )
-    naive, peer = json.loads(capsys.readouterr().out)
-    assert (naive["name"], peer["name"], peer["ratio"]) == ("naive", "transformers", 1.0)
-    assert naive["ratio"] == pytest.approx(naive["tokens_per_s"] / peer["tokens_per_s"])
-    assert naive["token_ids"] == peer["token_ids"] and len(naive["token_ids"]) == 6
-    assert main(["bench", "--model", str(small_folder), "--max-tokens", "1"]) == 2
