@@ -94,15 +94,18 @@ class Engine:
     def check_request(self, prompt_ids: Sequence[int], params: object) -> None:
         """Refuse what could never be served. Errors: as `check_prompt`, and PromptTooLong for the pool of pages."""
         check_prompt(prompt_ids, params, self._model_config.vocab_size, self.max_context)
-        needed = self.cache.pages_needed(len(prompt_ids) + params.max_tokens)
+        needed = self.cache.pages_needed(len(prompt_ids) + max(0, params.max_tokens - 1))  # the last is not run
         if needed > self.sizes.num_pages:
-            wanted = f"{len(prompt_ids)} prompt tokens + max_tokens {params.max_tokens} = {needed} pages"
+            wanted = f"{len(prompt_ids)} prompt tokens + max_tokens {params.max_tokens}, in {needed} pages"
             limit = f"at most {self.sizes.num_pages} pages of {self.sizes.page_size} tokens, the whole cache"
             raise PromptTooLong("prompt_ids", wanted, limit, "EngineConfig.num_pages or cache_bytes")
 
-    def add(self, request: Request, riders: Sequence[Request] = ()) -> None:
+    def add(self, request: Request, riders: Sequence[Request] = (), time_s: float | None = None) -> None:
         """Let a request queue; riders have the same prompt, and fork from it when it is computed.
 
+        Arguments:
+            request, riders: waiting, with ids that nobody in here has.
+            time_s: when they arrived, if that was before now: in the middle of the last step, for example.
         Errors: InvalidValue or PromptTooLong, and nothing is queued. Changes: the queues, the log.
         """
         for one in (request, *riders):
@@ -112,7 +115,7 @@ class Engine:
         for one in (request, *riders):
             checker = StopChecker(one.params, self._new_decoder(), self._model_config.eos_token_ids)
             self._lives[one.id] = Life(one, checker)
-            self.log.record(EventKind.ARRIVED, one.id, prompt_tokens=len(one.prompt_ids))
+            self.log.record(EventKind.ARRIVED, one.id, time_s, prompt_tokens=len(one.prompt_ids))
         self._lives[request.id].riders = list(riders)
         self.batcher.add(request)
 
@@ -218,6 +221,8 @@ class Engine:
             return [self._end(life, FinishReason.LENGTH)] if done else []
         riders, life.riders = self._still_here(life.riders), []
         forked = [self._fork(request, rider) for rider in riders]
+        if piece.phase is Phase.PREFILL:
+            self.batcher.starts_decoding(request)
         progress = self._give(life, family[0])
         for rider, is_forked, sampled in zip(riders, forked, family[1:], strict=True):
             if is_forked:
@@ -247,8 +252,6 @@ class Engine:
         self.log.record(EventKind.TOKENS, request.id, count=1)
         if kept.finish_reason is not None:
             self._close(life, kept.finish_reason)
-        else:
-            self.batcher.starts_decoding(request)
         return [Progress(request, (sampled.token_id,), kept.text, (sampled.logprobs,), kept.finish_reason)]
 
     def _still_here(self, riders: list[Request]) -> list[Request]:

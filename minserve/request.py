@@ -187,6 +187,11 @@ class Request:
         return len(self.tokens)
 
     @property
+    def max_computed(self) -> int:
+        """Tokens that will have been computed in the end, at most: nothing follows the last one, so it is not run."""
+        return len(self.prompt_ids) + max(0, self.params.max_tokens - 1)
+
+    @property
     def priority(self) -> int:
         """Who goes first, where that is the policy: the highest."""
         return self.params.priority

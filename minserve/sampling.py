@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,8 +43,7 @@ class Stream(IntEnum):
     SEED = 4
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """A chosen token, with {token id: logprob} when the request asked for it."""
 
     token_id: int

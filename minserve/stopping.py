@@ -111,6 +111,9 @@ class StopChecker:
                 self.finish_reason = FinishReason.LENGTH
         if self.finish_reason is not None:
             self._held += self._decoder.finish()
+        if not self._stop_strings:
+            free, self._held = self._held, ""
+            return free
         cut = self._stop_start()
         if cut is not None:
             self.finish_reason = FinishReason.STOP
@@ -130,7 +133,7 @@ class StopChecker:
 
     def _num_undecided(self) -> int:
         """The length of the longest end of the held text that a stop string may begin with."""
-        longest = max((len(stop) for stop in self._stop_strings), default=1) - 1
+        longest = max(len(stop) for stop in self._stop_strings) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stop_strings):
                 return length

@@ -54,7 +54,7 @@ def conv_tail_ragged(
     Returns the outputs, packed, and the new tails. Nothing is changed in place.
     """
     (num_rows, keep, _), num_tokens = tails.shape, len(x)
-    if num_tokens == num_rows and bool((row_starts.diff() == 1).all()):
+    if num_tokens == num_rows and all(length == 1 for length in row_starts.diff().tolist()):
         out, new = conv_tail(x[:, None], weight, tails)
         return out[:, 0], new
     # One memory: the old tails of all rows, then all inputs. A token before its row's first lies in the row's tail.

@@ -146,10 +146,10 @@ def gated_delta_ragged(
     Returns the outputs, packed, and the state of each row after its last token. Nothing is changed in place.
     """
     tokens, lengths = (q, k, v, g, beta), row_starts.diff()
-    single, long = (lengths == 1).nonzero().flatten(), (lengths > 1).nonzero().flatten()
-    if len(single) == len(lengths) == len(v):
+    if v.shape[0] == state.shape[0] and all(length == 1 for length in lengths.tolist()):
         out, new_state = gated_delta_recurrent(*(x[:, None] for x in tokens), state)
         return out[:, 0], new_state
+    single, long = (lengths == 1).nonzero().flatten(), (lengths > 1).nonzero().flatten()
     out, new_state = torch.zeros_like(v), state.clone()
     if len(single):
         at = row_starts[single]

@@ -47,21 +47,19 @@ def pack(
     tokens = list(chain.from_iterable(piece.request.tokens[piece.start : piece.stop] for piece in slices))
     tables = _page_tables(slices, cache)
     slots = tables[row, positions // cache.page_size] * cache.page_size + positions % cache.page_size
-    chosen = [
-        np.arange(row_starts[i] if scores_prompt(piece) else row_starts[i + 1] - 1, row_starts[i + 1])
-        for i, piece in enumerate(slices)
-        if wants_token(piece) or scores_prompt(piece)
+    chosen: list[int] = []
+    for piece, begin, end in zip(slices, row_starts[:-1].tolist(), row_starts[1:].tolist(), strict=True):
+        if scores_prompt(piece):
+            chosen += range(begin, end)
+        elif wants_token(piece):
+            chosen.append(end - 1)
+    read = [ticket.state_read(piece.request) for piece in slices]
+    write = [ticket.state_write[piece.request.id] for piece in slices]
+    tensors = [
+        torch.as_tensor(np.asarray(values, dtype=np.int64), device=device)
+        for values in (tokens, positions, row_starts, chosen, tables, stops, read, write, slots)
     ]
-
-    def tensor(values: object) -> torch.Tensor:
-        return torch.as_tensor(np.asarray(values, dtype=np.int64), device=device)
-
-    step = Step(tensor(tokens), tensor(positions), tensor(row_starts), tensor(np.concatenate([[], *chosen])))
-    places = Places(
-        tensor(tables), tensor(stops), tensor([ticket.state_read(piece.request) for piece in slices]),
-        tensor([ticket.state_write[piece.request.id] for piece in slices]), tensor(slots),
-    )  # fmt: skip
-    return step, places
+    return Step(*tensors[:4]), Places(*tensors[4:])
 
 
 def _page_tables(slices: Sequence[Slice], cache: HybridCache) -> np.ndarray:

@@ -43,8 +43,8 @@ class Ticket:
 
         Returns how many of its tokens are cached, or None when it has to wait. Changes: the cache.
         """
-        most = len(request.prompt_ids) + request.params.max_tokens
-        if spare_pages + self._cache.pages_needed(min(request.num_committed + 1, most)) > self.free_pages:
+        num_tokens = min(request.num_committed + 1, request.max_computed)
+        if spare_pages + self._cache.pages_needed(num_tokens) > self.free_pages:
             return None
         self._cache.begin(request)
         return 0

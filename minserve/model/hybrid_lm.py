@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from minserve.errors import InvalidValue
 from minserve.model.checkpoint import read_config, read_tensors
@@ -38,6 +40,19 @@ class Trunk(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
+class _NoInitialValues(TorchFunctionMode):
+    """Leaves out the drawing of initial weights, which a checkpoint will replace.
+
+    On the meta device torch would import its compiler for it: a second, when a model is first loaded.
+    """
+
+    def __torch_function__(self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None):
+        """Call func, unless it draws initial values; then return its tensor as it is."""
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
 class HybridLM(nn.Module):
     """A Qwen3.5-family text decoder; it computes and remembers nothing.
 
@@ -65,7 +80,7 @@ class HybridLM(nn.Module):
     ) -> HybridLM:
         """Read a checkpoint folder; the errors are those of minserve.model.checkpoint."""
         config = read_config(path)
-        with torch.device("meta"):
+        with torch.device("meta"), _NoInitialValues():
             model = cls(config, impl)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         tensors, _ = read_tensors(path, config, shapes, dtype=dtype, device=device)
