@@ -100,7 +100,7 @@ class SamplingParams:
         repetition_penalty: divides the positive and multiplies the negative logits of tokens in the prompt or the
             output, 0.01 to 100; 1 is off.
         ignore_eos: do not end at the model's end tokens.
-        priority: under the priority policy, smaller runs first.
+        priority: under the priority policy, higher runs first.
         cache_salt: only requests with the same salt share cached prefixes; None is a salt of its own.
     Errors: InvalidValue (a ValueError) naming field, value and range.
 

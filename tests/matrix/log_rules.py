@@ -1,0 +1,55 @@
+"""What a log must say of a run, whatever its answers: who was preempted, who forked, and that slices tile each life."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from minserve.events import EventKind, EventLog
+
+KIND = EventKind
+
+
+def preempted_ids(log: EventLog) -> set[str]:
+    """The requests that gave their memory back and were computed again."""
+    return {event.request_id for event in log if event.kind is KIND.PREEMPTED}
+
+
+def forked_ids(log: EventLog) -> set[str]:
+    """The requests whose first token came without a slice of their own."""
+    kinds = {request_id: [event.kind for event in log.of(request_id)] for request_id in log.request_ids}
+    return {i for i, seen in kinds.items() if seen[:3] == [KIND.ARRIVED, KIND.ADMITTED, KIND.TOKENS]}
+
+
+def check_steps(log: EventLog, batch_tokens: int) -> None:
+    """Every step computes something, no more than it may, and its slices add up to it."""
+    tokens = defaultdict(int)
+    for event in log:
+        if event.kind is KIND.SLICE:
+            tokens[event.data["step"]] += event.data["stop"] - event.data["start"]
+        if event.kind is KIND.STEP:
+            assert 0 < event.data["num_tokens"] == tokens[event.data["step"]] <= batch_tokens, event
+
+
+def check_slices(log: EventLog, request_id: str) -> None:
+    """A request's slices follow one another from 0, again from 0 after a preemption, and name their phase.
+
+    A slice decodes when its request's last token was chosen from the slice before; how long it is says nothing.
+    """
+    num_prompt, num_tokens, next_start, is_decoding = None, 0, 0, False
+    for event in log.of(request_id):
+        data = event.data
+        match event.kind:
+            case KIND.ARRIVED:
+                num_prompt = num_tokens = data["prompt_tokens"]
+            case KIND.PREEMPTED:
+                assert data["num_computed"] == next_start, event
+                next_start, is_decoding = 0, False
+            case KIND.SLICE:
+                assert data["start"] == next_start < data["stop"] <= num_tokens, event
+                assert data["phase"] == ("decode" if is_decoding else "prefill"), event  # fault D15
+                next_start = data["stop"]
+            case KIND.TOKENS:
+                if next_start == 0:  # a fork
+                    next_start = num_prompt
+                assert next_start == num_tokens, f"{event} before all of its tokens were computed"  # fault D10
+                num_tokens, is_decoding = num_tokens + data["count"], True

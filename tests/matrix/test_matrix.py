@@ -1,0 +1,48 @@
+"""The equivalence matrix: every route to a token gives the same tokens, and the same numbers to 1e-9.
+
+In float64 a request's answer is its own. It does not depend on who runs beside it, how its prompt was cut, how large
+pages are, whether it was thrown out and computed again, or whether it shares a prompt with a fork. The answer to
+compare with is what the request gets by itself, through the plain loop, without any of these.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from covering import all_pairs, covering_rows, pairs_of
+from log_rules import check_slices, check_steps, forked_ids, preempted_ids
+from routes import FACTORS, LENGTHS, problems, routes, run
+
+ROUTES = tuple(routes())
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=str)
+def test_the_route_gives_what_each_request_gets_alone(route, alone):  # REF, CONS, PROG; faults A10, A11, B4, D10, J1
+    engine, answers = run(route, alone)
+    assert not problems(route, answers, alone)
+    check_steps(engine.log, engine.config.batch_tokens)
+    for request_id in engine.log.request_ids:
+        check_slices(engine.log, request_id)
+    forked = forked_ids(engine.log)
+    assert bool(forked) == (route.levels["outputs"] > 1)
+    company, preempted = route.levels["company"], preempted_ids(engine.log)
+    assert len(preempted) >= 2 if company == "preempted" else not preempted
+    if company == "preempted" and forked:
+        assert preempted & forked, "no fork was preempted"
+
+
+def test_every_two_levels_meet_and_every_length_meets_every_level():
+    met = set().union(*(pairs_of(route.levels) for route in ROUTES))
+    assert all_pairs(FACTORS, lambda row: True).keys() <= met
+    assert sorted(LENGTHS) == list(range(1, 41))
+    for length, (name, levels) in product(LENGTHS, FACTORS.items()):
+        assert {route.levels[name] for route in ROUTES if length in route.lengths} == set(levels), (length, name)
+
+
+def test_rows_are_few_and_impossible_ones_are_left_out():
+    factors = {"a": (1, 2, 3), "b": (1, 2, 3), "c": (1, 2), "d": (1, 2)}
+    rows = covering_rows(factors, lambda row: (row.get("a"), row.get("b")) != (1, 1))
+    assert len(rows) < 14 and all((row["a"], row["b"]) != (1, 1) for row in rows)
+    met = set().union(*map(pairs_of, rows))
+    assert len(met) == 3 * 3 - 1 + 2 * (3 * 2 + 3 * 2) + 2 * 2

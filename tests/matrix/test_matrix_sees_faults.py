@@ -1,0 +1,107 @@
+"""The matrix can fail: an engine that is broken as real ones have been gives another answer on some route."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from routes import problems, routes, run
+
+import minserve.sampling
+
+
+def swap(engine, **functions):
+    """Put other functions behind the layers. Changes: the engine."""
+    engine.memory.implementation = engine.memory.implementation._replace(**functions)
+
+
+def slices_start_from_zero_states(engine, monkeypatch):  # fault A11
+    rule = engine.memory.implementation.gated_delta_ragged
+
+    def forgetful(q, k, v, g, beta, state, row_starts):
+        is_chunk = (row_starts.diff() > 1)[:, None, None, None]
+        return rule(q, k, v, g, beta, state.masked_fill(is_chunk, 0), row_starts)
+
+    swap(engine, gated_delta_ragged=forgetful)
+
+
+def slices_start_from_zero_tails(engine, monkeypatch):  # fault A11
+    convolve = engine.memory.implementation.conv_tail_ragged
+    swap(engine, conv_tail_ragged=lambda x, weight, tails, starts: convolve(x, weight, torch.zeros_like(tails), starts))
+
+
+def last_tokens_are_applied_twice(engine, monkeypatch):  # fault A3
+    rule = engine.memory.implementation.gated_delta_ragged
+
+    def twice(q, k, v, g, beta, state, row_starts):
+        out, state = rule(q, k, v, g, beta, state, row_starts)
+        last = row_starts[1:] - 1
+        return out, rule(*(x[last] for x in (q, k, v, g, beta)), state, torch.arange(len(last) + 1))[1]
+
+    swap(engine, gated_delta_ragged=twice)
+
+
+def rows_read_their_neighbours_pages(engine, monkeypatch):  # fault B4
+    attend = engine.memory.implementation.paged_attention
+
+    def neighbours(q, k_pages, v_pages, page_tables, row_starts, context_lens):
+        is_held = page_tables.roll(1, 0) >= 0
+        return attend(q, k_pages, v_pages, page_tables.roll(1, 0).where(is_held, page_tables), row_starts, context_lens)
+
+    swap(engine, paged_attention=neighbours)
+
+
+def tokens_are_written_in_the_wrong_order(engine, monkeypatch):
+    write = engine.memory.implementation.write_pages
+    swap(engine, write_pages=lambda k, v, k_pages, v_pages, slots: write(k, v, k_pages, v_pages, slots.flip(0)))
+
+
+def forks_are_not_copied(engine, monkeypatch):  # fault B4
+    engine.memory.copy = lambda fork: None
+
+
+def forks_share_no_state(engine, monkeypatch):
+    copy = engine.memory.copy
+    engine.memory.copy = lambda fork: copy(fork._replace(state=(fork.state[1], fork.state[1])))
+
+
+def new_requests_find_the_last_ones_state(engine, monkeypatch):  # fault K4
+    at = engine.memory.at
+
+    def not_empty(row_starts, places):
+        memory = at(row_starts, places)
+        memory._begins = memory._begins[:0]
+        return memory
+
+    engine.memory.at = not_empty
+
+
+def states_are_float32(engine, monkeypatch):
+    engine.memory.states = {layer: pool.to(torch.float32) for layer, pool in engine.memory.states.items()}
+
+
+def draws_depend_on_the_neighbours(engine, monkeypatch):  # fault I3
+    draws = iter(torch.rand(10_000, generator=torch.Generator().manual_seed(0)).tolist())
+    monkeypatch.setattr(minserve.sampling, "uniform", lambda seed, position, stream: next(draws))
+
+
+# What is broken, and the levels of a route that goes there.
+FAULTS = (
+    (slices_start_from_zero_states, {"model": "mixture", "batch_tokens": 7}),
+    (slices_start_from_zero_tails, {"model": "dense", "batch_tokens": 9}),
+    (last_tokens_are_applied_twice, {"model": "mixture", "batch_tokens": 64}),
+    (rows_read_their_neighbours_pages, {"model": "dense", "company": "joining"}),
+    (tokens_are_written_in_the_wrong_order, {"model": "attention", "company": "alone"}),
+    (forks_are_not_copied, {"model": "attention", "company": "alone", "outputs": 3}),
+    (forks_share_no_state, {"model": "dense", "company": "alone", "outputs": 3}),
+    (new_requests_find_the_last_ones_state, {"model": "dense", "company": "alone"}),
+    (states_are_float32, {"model": "dense", "batch_tokens": 9}),
+    (draws_depend_on_the_neighbours, {"model": "attention", "company": "joining", "outputs": 3}),
+)
+
+
+@pytest.mark.parametrize("fault, levels", FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
+def test_the_fault_is_seen(fault, levels, alone, monkeypatch):
+    route = next(route for route in reversed(routes()) if levels.items() <= route.levels.items())
+    with monkeypatch.context() as patch:
+        _, answers = run(route, alone, lambda engine: fault(engine, patch))
+    assert problems(route, answers, alone)
