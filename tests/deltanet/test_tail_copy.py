@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import platform
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
+from kernel_checks import (
+    DTYPES,
+    GUARD,
+    MARGIN,
+    MOST_ITERATIONS,
+    NAN,
+    check_a_compiled_kernel_wants_a_gpu,
+    check_a_missing_triton_is_named,
+    check_interpreted,
+    largest_difference,
+    needs_triton,
+)
 
 from minserve.deltanet.conv_tail import conv_tail
 from minserve.deltanet.tail_copy import tail_copy
-from minserve.errors import InvalidValue, MissingRequirement
-
-ROOT = Path(__file__).resolve().parents[2]
-NAN, GUARD = float("nan"), 77.0
-needs_triton = pytest.mark.skipif(platform.system() != "Linux", reason="triton is made for Linux")
+from minserve.errors import InvalidValue
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,14 @@ def kept_by_a_loop(x, row_starts, tails, state_read, state_write):
     return out
 
 
+def errors(kernel, case: Case, dtype) -> tuple[float]:
+    """How far the kernel's pool is from the loop's; slots with NaN are equal where both hold it."""
+    args = tensors_of(case, dtype)
+    found, wanted = kernel(*args), kept_by_a_loop(*args)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    return (largest_difference(found.nan_to_num(GUARD), wanted.nan_to_num(GUARD)),)
+
+
 def check_same(found, wanted):
     """Equal to the last bit, NaN for NaN."""
     assert found.dtype == wanted.dtype and torch.equal(found.isnan(), wanted.isnan())
@@ -126,17 +135,16 @@ def kernel():
     """The wrapper of the kernel, in the interpreter."""
     from minserve.deltanet import tail_copy_triton
 
-    name = type(tail_copy_triton.tail_copy_kernel).__name__
-    assert name == "InterpretedFunction", "triton was imported before TRITON_INTERPRET was set"
+    check_interpreted(tail_copy_triton.tail_copy_kernel)
     return tail_copy_triton.tail_copy
 
 
 @needs_triton
 @cases
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernel_is_the_reference(kernel, case, dtype):
     args = tensors_of(case, dtype)
-    assert len(case.lengths) * case.keep <= 150, "the interpreter is slow: keep cases small"
+    assert len(case.lengths) * case.keep <= MOST_ITERATIONS
     check_same(kernel(*args), tail_copy(*args))
 
 
@@ -145,9 +153,11 @@ def test_the_kernel_is_the_reference(kernel, case, dtype):
 def test_the_kernel_stays_inside(kernel, case):
     """Inputs and pool lie between guards; only the written slots change, and no guard is read or overwritten."""
     x, row_starts, tails, read, write = tensors_of(case, index_dtype=torch.int32)
-    memory = torch.full((3, 2 * 64 + max(x.numel(), tails.numel())), GUARD)
+    memory = torch.full((3, 2 * MARGIN + max(x.numel(), tails.numel())), GUARD)
     memory[:2] = NAN  # what is read lies in poison: one lane too many would bring it in
-    inside = [line[64 : 64 + part.numel()].view_as(part) for line, part in zip(memory, (x, tails, tails), strict=True)]
+    inside = [
+        line[MARGIN : MARGIN + part.numel()].view_as(part) for line, part in zip(memory, (x, tails, tails), strict=True)
+    ]
     for view, part in zip(inside, (x, tails, torch.full_like(tails, GUARD)), strict=True):
         view.copy_(part)
     before = memory.clone()
@@ -194,35 +204,11 @@ def test_what_the_kernel_refuses(kernel):
 
 @needs_triton
 def test_a_compiled_kernel_wants_a_gpu(kernel, monkeypatch):
-    from triton import JITFunction
+    from minserve.deltanet import tail_copy_triton as module
 
-    from minserve.deltanet import tail_copy_triton
-
-    monkeypatch.setattr(tail_copy_triton, "tail_copy_kernel", JITFunction(tail_copy_triton.tail_copy_kernel.fn))
-    with pytest.raises(MissingRequirement, match="needs a GPU"):
-        kernel(*tensors_of(CASES[0]))
+    args = tensors_of(CASES[0])
+    check_a_compiled_kernel_wants_a_gpu(monkeypatch, module, "tail_copy_kernel", lambda: kernel(*args))
 
 
 def test_a_missing_triton_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)
-    path = ROOT / "minserve" / "deltanet" / "tail_copy_triton.py"
-    spec = importlib.util.spec_from_file_location("tail_copy_without_triton", path)
-    with pytest.raises(MissingRequirement, match=r"minserve\[triton\]"):
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
-# --- the kernel, compiled: in a process of its own, which does not interpret
-
-
-@needs_triton
-def test_the_kernel_compiles_for_gpus_that_are_not_here():
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(Path(__file__).with_name("compile_tail_copy.py"))]
-    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    rows = [json.loads(line) for line in ran.stdout.splitlines()]
-    found = {(row["target"], row["dtype"]) for row in rows}
-    assert found == {(t, d) for t in ("sm_80", "sm_90", "gfx942") for d in ("fp32", "bf16", "fp16")}
-    for row in rows:
-        assert row["binary_bytes"] > 1000 and row.get("spilled", 0) == 0, row
-        assert row["binary"] == ("hsaco" if row["target"] == "gfx942" else "cubin")
+    check_a_missing_triton_is_named(monkeypatch, "minserve/deltanet/tail_copy_triton.py")

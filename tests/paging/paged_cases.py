@@ -66,7 +66,7 @@ CASES = [
     Case("every head its own keys", (1, 5), (9, 18), heads=3, kv_heads=3),
     Case("one key head for all", (2, 1), (6, 17), heads=5, kv_heads=1),
     Case("groups of three, several tiles", (11, 1), (14, 6), heads=6, kv_heads=2),
-    Case("a group that fills a tile, and one that is larger", (3,), (7,), heads=40, kv_heads=2),
+    Case("a group larger than the smallest tile", (3,), (7,), heads=40, kv_heads=2),
     Case("a chunk of several tiles and blocks", (19,), (40,)),
     Case("head size 1", (1, 3), (9, 5), head_dim=1),
     Case("head size 80", (1, 5), (18, 9), heads=6, kv_heads=3, head_dim=80),

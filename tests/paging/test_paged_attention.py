@@ -137,6 +137,13 @@ def test_a_context_that_cannot_be_is_refused(context):
         paged_attention(*args[:5], torch.tensor([3, context]))
 
 
+def test_a_page_that_is_missing_is_refused():
+    args = tensors_of(WHOLE_BATCH)
+    args[3][1, 2] = -1  # the third page of a context of nine
+    with pytest.raises(IndexError):
+        paged_attention(*args)
+
+
 # --- the kernel, interpreted
 
 
@@ -188,6 +195,44 @@ def test_where_a_context_is_split_does_not_matter(kernel, part_tokens):
     found = results_in_poison(kernel, case, torch.float64, part_tokens=part_tokens)
     for result, wanted in zip(found, paged_attention(*tensors_of(case)), strict=True):
         assert largest_difference(result, wanted) <= 1e-12
+
+
+class FewerPrograms:
+    """A kernel of which only the first tiles run, and which keeps the arguments of its launch."""
+
+    def __init__(self, kernel, tiles):
+        self.kernel, self.tiles = kernel, tiles
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            self.args = args
+            self.kernel[(min(self.tiles, grid[0]), *grid[1:])](*args, **options)
+
+        return launch
+
+
+@needs_triton
+def test_a_tile_writes_its_own_queries_only(kernel, monkeypatch):  # fault K6
+    """Programs that write one cell are a race, which the interpreter's order would hide."""
+    from minserve.paging import paged_attention_triton as module
+
+    monkeypatch.setattr(module, "paged_attention_kernel", FewerPrograms(module.paged_attention_kernel, 1))
+    args = tensors_of(Case("", (11,), (14,), heads=6, kv_heads=2), torch.float32)
+    out, lse = kernel(*args)
+    assert (lse[5:] == -torch.inf).all() and (out[5:] == 0).all(), "a tile has 16 lanes: five queries of three heads"
+    assert lse[:5].isfinite().all()
+
+
+@needs_triton
+def test_decode_is_split_and_a_chunk_is_not(kernel, monkeypatch):
+    from minserve.paging import paged_attention_triton as module
+
+    watched = FewerPrograms(module.paged_attention_kernel, 100)
+    monkeypatch.setattr(module, "paged_attention_kernel", watched)
+    kernel(*tensors_of(SPLIT, torch.float32), part_tokens=16)
+    lses = watched.args[9]
+    seen = lses.isfinite().all(2).T.tolist()  # of each token, the parts that somebody computed
+    assert seen == [[True, True, True], *[[True, False, False]] * 10]
 
 
 @needs_triton

@@ -1,0 +1,201 @@
+"""The engine under any sequence of requests, steps, aborts and failures, in pools of a few pages.
+
+Every invariant is checked after every step. At the end everybody has come to one end within a bounded number of steps,
+has got exactly its tokens, and has left nothing behind.
+"""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from small_engine import (
+    Hooked,
+    Scripted,
+    alone,
+    check_idle,
+    check_story,
+    family,
+    make_engine,
+    poison_free,
+    scripted_tokens,
+    small_model,
+)
+
+from minserve.errors import PromptTooLong
+from minserve.events import EventKind
+from minserve.metrics import steps
+from minserve.request import FinishReason, Status
+
+
+class Fails(Exception):
+    """A forward that fails."""
+
+
+class EngineModel(RuleBasedStateMachine):
+    """An engine without a model: every token is 0, and nothing can be hooked into a step."""
+
+    max_tokens, has_model = 8, False
+
+    def make_model(self):
+        return None
+
+    def wanted(self, request):
+        """The tokens that a request gets if nobody aborts it."""
+        return [0] * request.params.max_tokens
+
+    @initialize(
+        num_pages=st.integers(1, 8), page_size=st.integers(1, 5), batch_tokens=st.integers(1, 9),
+        max_running=st.integers(1, 5), num_states=st.none() | st.integers(1, 4),
+        policy=st.sampled_from(["fcfs", "priority"]),
+    )  # fmt: skip
+    def start(self, **config):
+        self.usable, self.config = config["num_pages"] * config["page_size"], config
+        self.engine = make_engine(self.make_model(), **config)
+        self.requests, self.riders_of, self.progress, self.had = [], {}, [], {}
+        self.num_steps, self.next_abort, self.next_fails = 0, None, False
+
+    @rule(
+        length=st.integers(1, 14), max_tokens=st.integers(0, 8), num=st.integers(1, 3), priority=st.integers(-1, 1),
+        scored=st.booleans(), drawn=st.booleans(),
+    )  # fmt: skip
+    def add(self, length, max_tokens, num, priority, scored, drawn):
+        max_tokens = min(max_tokens, self.max_tokens)
+        params = {"priority": priority, "temperature": 0.9 * drawn, "seed": 10 * len(self.requests)}
+        if scored or not max_tokens:
+            params["prompt_logprobs"] = 0
+        first, *riders = family(f"{len(self.requests)}.", length, num, max_tokens, **params)
+        if length + max_tokens > self.usable:
+            with pytest.raises(PromptTooLong, match="EngineConfig.num_pages"):
+                self.engine.add(first, riders)
+            return
+        self.engine.add(first, riders)
+        self.requests += [first, *riders]
+
+    @rule(num=st.integers(1, 4))
+    def step(self, num):
+        for _ in range(num):
+            self.one_step()
+
+    @rule(index=st.integers(0, 40))
+    def abort(self, index):
+        if self.requests:
+            self.abort_now(self.requests[index % len(self.requests)])
+
+    @precondition(lambda self: self.has_model)
+    @rule(index=st.integers(0, 40), fails=st.booleans())
+    def abort_in_the_next_step(self, index, fails):
+        if self.requests:
+            self.next_abort, self.next_fails = self.requests[index % len(self.requests)], fails
+
+    @precondition(lambda self: self.has_model)
+    @rule()
+    def fail_in_the_next_step(self):
+        self.next_fails = True
+
+    def during(self, *_):
+        """What happens while the model runs."""
+        request, fails, self.next_abort, self.next_fails = self.next_abort, self.next_fails, None, False
+        if request is not None:
+            self.abort_now(request)
+        if fails:
+            raise Fails
+
+    def abort_now(self, request):
+        was_here = request.status is not Status.FINISHED and request.id not in self.had
+        assert self.engine.abort(request.id) or not was_here
+        if was_here:
+            self.had[request.id] = len(request.output_ids)
+
+    def one_step(self):
+        try:
+            self.progress += self.engine.step()
+        except Fails:
+            self.engine.check()
+        self.num_steps += 1
+        self.check_places()
+
+    def check_places(self):
+        """Fail unless each unfinished request waits, or runs, or rides along, and no other one does."""
+        queued = [*(request.id for request in self.engine.batcher.waiting), *self.engine.batcher.running]
+        here = [request.id for request in self.requests if request.status is not Status.FINISHED]
+        assert len({*queued}) == len(queued) and {*queued} <= {*here}
+        for name in {*here} - {*queued}:
+            number, _, index = name.partition(".")
+            before = [f"{number}.{i}" for i in range(int(index))]
+            assert any(other in queued for other in before)  # it rides with one of these
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        total = sum(len(request.prompt_ids) + request.params.max_tokens for request in self.requests)
+        most = self.num_steps + (total + 2) * (len(self.requests) + 1)
+        while self.engine.has_work:
+            self.one_step()
+            assert self.num_steps <= most  # PROG
+        self.progress += self.engine.step()
+        check_idle(self.engine)
+        check_story(self.engine, self.requests, self.progress)
+        for request in self.requests:
+            gone = request.id in self.had
+            assert request.output_ids == self.wanted(request)[: self.had.get(request.id)]
+            assert request.finish_reason is (FinishReason.ABORT if gone else FinishReason.LENGTH)
+            scores = request.prompt_logprobs
+            assert gone or not self.has_model or (scores is None) == (request.params.prompt_logprobs is None)
+            assert gone or scores is None or len(scores) == len(request.prompt_ids)
+        self.check_work()
+
+    def check_work(self):
+        """Fail where a step passes its budget, or where a token is computed twice before somebody leaves."""
+        runs = steps(self.engine.log)
+        assert all(0 < run.num_tokens <= self.config["batch_tokens"] for run in runs)
+        assert all(run.num_rows <= self.config["max_running"] for run in runs)
+        computed = set()
+        for event in self.engine.log:
+            if event.kind is EventKind.FINISHED:
+                computed.clear()
+            elif event.kind is EventKind.SLICE:
+                tokens = {(event.request_id, position) for position in range(event.data["start"], event.data["stop"])}
+                assert not tokens & computed
+                computed |= tokens
+
+
+class ScriptedModel(EngineModel):
+    """The same with tokens that tell position and token before, and aborts and failures while the model runs."""
+
+    has_model = True
+
+    def make_model(self):
+        return Scripted(during=self.during)
+
+    def wanted(self, request):
+        return scripted_tokens(request)
+
+
+class SmallModel(EngineModel):
+    """The same with the small random model, in memory where all that is free is NaN."""
+
+    has_model, max_tokens, small = True, 5, small_model()
+
+    def make_model(self):
+        return Hooked(self.small, self.during)
+
+    def wanted(self, request):
+        return alone(self.small, request)[0]
+
+    def one_step(self):
+        poison_free(self.engine)
+        super().one_step()
+
+
+def playing(machine, num_examples, num_rules):
+    """The machine as a test case, the same every time."""
+    case = machine.TestCase
+    case.settings = settings(
+        max_examples=num_examples, stateful_step_count=num_rules, deadline=None, derandomize=True, print_blob=False
+    )
+    return case
+
+
+TestWithoutAModel = playing(EngineModel, 150, 30)
+TestWithAScriptedModel = playing(ScriptedModel, 100, 30)
+TestWithASmallModel = playing(SmallModel, 20, 20)
