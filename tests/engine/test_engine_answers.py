@@ -4,6 +4,7 @@ import pytest
 from small_engine import alone, ask, check_idle, check_story, family, make_engine, poison_free, run_all
 
 from minserve.events import EventKind
+from minserve.metrics import steps
 
 
 def check_answers(model, requests, progress):
@@ -110,6 +111,17 @@ def test_branches_of_a_prompt_are_runs_of_their_own(model, length):  # fault B4
     check_story(engine, requests, progress)
     check_answers(model, requests, progress)
     assert len({tuple(request.output_ids) for request in requests}) > 1
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 5])
+@pytest.mark.parametrize("length", [1, 6, 8, 17])
+def test_the_prompt_of_branches_is_computed_once(length, max_tokens):  # fault B4
+    branches = family("a", length, 3, max_tokens)
+    engine = make_engine()
+    engine.add(branches[0], branches[1:])
+    check_story(engine, branches, run_all(engine))
+    assert sum(run.num_tokens for run in steps(engine.log)) == length + 3 * (max_tokens - 1)
     check_idle(engine)
 
 
