@@ -83,7 +83,7 @@ class Engine:
                                       implementation, weight.dtype, weight.device)  # fmt: skip
         self._lives: dict[Hashable, Life] = {}
         self._num_steps, self._running_step = 0, False
-        self._leaving: set[Hashable] = set()
+        self._leaving: dict[Hashable, None] = {}
         self._ended: list[Progress] = []
 
     @property
@@ -108,9 +108,12 @@ class Engine:
             time_s: when they arrived, if that was before now: in the middle of the last step, for example.
         Errors: InvalidValue or PromptTooLong, and nothing is queued. Changes: the queues, the log.
         """
+        ids = [one.id for one in (request, *riders)]
         for one in (request, *riders):
             self.check_request(one.prompt_ids, one.params)
-            if one.id in self._lives or one.status is not Status.WAITING or one.num_computed:
+            if one.prompt_ids != request.prompt_ids:
+                raise InvalidValue("prompt_ids", one.prompt_ids, "for a rider, those of the request that it rides with")
+            if one.id in self._lives or one.status is not Status.WAITING or one.num_computed or ids.count(one.id) > 1:
                 raise InvalidValue("request.id", one.id, "a fresh request, with an id that no other one in here has")
         for one in (request, *riders):
             checker = StopChecker(one.params, self._new_decoder(), self._model_config.eos_token_ids)
@@ -126,7 +129,7 @@ class Engine:
         """
         if request_id not in self._lives:
             return False
-        self._leaving.add(request_id)
+        self._leaving[request_id] = None
         if not self._running_step:
             self._end_leaving()
         return True
@@ -138,23 +141,27 @@ class Engine:
         Errors: whatever the model raises; then nothing has moved, and the step can be tried again.
         Changes: requests, queues, caches, log.
         """
-        progress, self._ended = self._ended, []
         if not self._lives:
-            return progress
+            return self._take_ended()
         began_s, ticket = self.log.clock.now(), self.cache.open()
         plan = self.batcher.plan(ticket)
         self._record(plan)
         for request in plan.stuck:
             said = f"the cache of {self.sizes.num_pages} pages has no page left for the next token"
             life = self._lives[request.id]
-            progress.append(self._end(life, FinishReason.ERROR, f"{said} (change it with EngineConfig.num_pages)"))
+            self._ended.append(self._end(life, FinishReason.ERROR, f"{said} (change it with EngineConfig.num_pages)"))
         if plan.slices:
-            progress += self._run(plan.slices, ticket, began_s)
+            self._ended += self._run(plan.slices, ticket, began_s)
         elif not plan.stuck:
             raise EngineStuck(f"{len(self._lives)} requests are unfinished, and the plan has no slice for any of them")
         if self.config.check:
             self.check()
-        return progress
+        return self._take_ended()
+
+    def _take_ended(self) -> list[Progress]:
+        """What is to be reported. Changes: it is not any more."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def check(self) -> None:
         """Raise the first broken invariant of queues, pages and states. Between steps only."""
@@ -178,15 +185,22 @@ class Engine:
         """Run the slices and commit what came out of it. Changes: as `step`."""
         self._running_step = True
         try:
-            logits = self._forward(slices, ticket)
-        except BaseException:
-            ticket.undo()
-            self._end_leaving()
-            raise
+            return self._run_and_commit(slices, ticket, began_s)
         finally:
             self._running_step = False
-        if self._cost is not None:
-            self.log.clock.advance(self._cost([(piece.start, piece.stop) for piece in slices]))
+            self._end_leaving()
+
+    def _run_and_commit(self, slices: list[Slice], ticket: Ticket, began_s: float) -> list[Progress]:
+        """The step itself, in the middle of which requests may be aborted. Changes: as `step`."""
+        try:
+            logits = self._forward(slices, ticket)
+            cost_s = None if self._cost is None else self._cost([(piece.start, piece.stop) for piece in slices])
+            chosen = choose_tokens(slices, logits, lambda request: self._still_here(self._lives[request.id].riders))
+        except BaseException:
+            ticket.undo()
+            raise
+        if cost_s is not None:
+            self.log.clock.advance(cost_s)
         number, self._num_steps = self._num_steps, self._num_steps + 1
         num_tokens = sum(piece.stop - piece.start for piece in slices)
         for piece in slices:
@@ -194,10 +208,7 @@ class Engine:
                             phase=piece.phase.value, step=number)  # fmt: skip
         self.log.record(EventKind.STEP, step=number, start_s=began_s, duration_s=self.log.clock.now() - began_s,
                         num_rows=len(slices), num_tokens=num_tokens, num_padded=0)  # fmt: skip
-        chosen = choose_tokens(slices, logits, lambda request: self._still_here(self._lives[request.id].riders))
-        progress = [one for piece in slices for one in self._commit(piece, ticket, chosen)]
-        self._end_leaving()
-        return progress
+        return [one for piece in slices for one in self._commit(piece, ticket, chosen)]
 
     def _forward(self, slices: list[Slice], ticket: Ticket) -> Tensor | None:
         """The logits that the slices want, in their order; None without a model. Changes: the pools."""
@@ -256,11 +267,13 @@ class Engine:
 
     def _still_here(self, riders: list[Request]) -> list[Request]:
         """The riders that have not ended meanwhile."""
-        return [rider for rider in riders if rider.id in self._lives] if riders else riders
+        here = [self._lives.get(rider.id) for rider in riders] if riders else ()
+        pairs = zip(riders, here, strict=True)
+        return [r for r, life in pairs if life and life.request is r and r.id not in self._leaving]
 
     def _end_leaving(self) -> None:
         """End those who were aborted; the next step reports it. Changes: as `abort`."""
-        leaving, self._leaving = self._leaving & self._lives.keys(), set()
+        leaving, self._leaving = [name for name in self._leaving if name in self._lives], {}
         self._ended += [self._end(self._lives[request_id], FinishReason.ABORT) for request_id in leaving]
 
     def _end(self, life: Life, reason: FinishReason, error: str | None = None) -> Progress:

@@ -108,7 +108,8 @@ def apply_penalties(
     if params.repetition_penalty != 1:
         seen = torch.tensor(sorted({*prompt_ids, *output_ids}), dtype=torch.long, device=logits.device)
         old = logits[seen]
-        logits[seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
+        changed = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
+        logits[seen] = torch.where(old.isfinite(), changed.clamp(max=torch.finfo(old.dtype).max), old)
     if output_ids and (params.presence_penalty or params.frequency_penalty):
         output = torch.tensor(list(output_ids), dtype=torch.long, device=logits.device)
         counts = torch.bincount(output, minlength=logits.shape[0]).to(logits.dtype)

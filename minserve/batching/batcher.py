@@ -174,7 +174,7 @@ class Batcher:
     def check(self) -> None:
         """Raise BatcherError unless every known request is in one queue, and no limit is passed."""
         waiting = [request.id for request in self.waiting]
-        if sorted([*waiting, *self.running], key=self._arrival.get) != sorted(self._arrival, key=self._arrival.get):
+        if sorted(map(repr, [*waiting, *self.running])) != sorted(map(repr, self._arrival)):
             raise BatcherError(f"waiting {waiting} and running {[*self.running]} are not those known: {self._arrival}")
         if self._queue != sorted(self._queue, key=lambda entry: entry[0]):
             raise BatcherError(f"the waiting requests {waiting} are out of order")

@@ -57,16 +57,11 @@ def conv_tail_ragged(
     if num_tokens == num_rows and all(length == 1 for length in row_starts.diff().tolist()):
         out, new = conv_tail(x[:, None], weight, tails)
         return out[:, 0], new
-    # One memory: the old tails of all rows, then all inputs. A token before its row's first lies in the row's tail.
-    memory = torch.cat([tails.to(x.dtype).flatten(0, 1), x])
-
-    def address(token: Tensor, row: Tensor) -> Tensor:
-        place = token - row_starts[row]
-        return torch.where(place >= 0, num_rows * keep + token, (row + 1) * keep + place)
-
-    rows = torch.arange(num_rows, device=x.device)
-    row = rows.repeat_interleave(row_starts.diff())[:, None]
-    back = torch.arange(-keep, 1, device=x.device)
-    windows = memory[address(torch.arange(num_tokens, device=x.device)[:, None] + back, row)]
-    new = memory[address(row_starts[1:, None] + back[:-1], rows[:, None])]
-    return F.silu((windows * weight.mT).sum(1)), new
+    # Lay each row's tail before its inputs, slide the filter over everything, and leave out what straddles two rows.
+    rows, keeps = torch.arange(num_rows, device=x.device), torch.arange(keep, device=x.device)
+    at = torch.arange(num_tokens, device=x.device) + keep * (rows + 1).repeat_interleave(row_starts.diff())
+    tails_at = (row_starts[:-1] + keep * rows)[:, None] + keeps
+    joined = x.new_empty(num_tokens + num_rows * keep, x.shape[1]).index_copy(0, at, x)
+    joined = joined.index_copy(0, tails_at.flatten(), tails.to(x.dtype).flatten(0, 1))
+    mixed = sum(joined[j : len(joined) - keep + j] * weight[:, j] for j in range(keep + 1))
+    return F.silu(mixed[at - keep]), joined[(row_starts[1:] + keep * rows)[:, None] + keeps]

@@ -172,14 +172,16 @@ def _run_long_rows(
     place = offset[:, None] + torch.arange(chunk, device=starts.device)
     exists = place < lengths[row][:, None]
     address = torch.where(exists, starts[row][:, None] + place, starts[row][:, None])
-    q, k, v, g, beta = (x[address] * exists.view(*exists.shape, *[1] * (x.ndim - 1)) for x in tokens)
+    q, k, v, g, beta = (x[address] for x in tokens)
+    k, g, beta = k * exists[..., None, None], g * exists[..., None], beta * exists[..., None]  # a pad does nothing
     terms = within_chunks(q, k, v, g.to(_wide(v, g, state)), beta, chunk)
-    memory, begin = state[rows], 0
+    memory, begin, outs = state[rows], 0, []
     for count in (first[:, None] < lengths).sum(1).tolist():
-        stop = begin + count
-        outs, memory[:count] = across_chunks(ChunkTerms(*(term[begin:stop] for term in terms)), memory[:count])
-        out[address[begin:stop][exists[begin:stop]]] = outs[exists[begin:stop]].to(out.dtype)
-        begin = stop
+        of_chunks = ChunkTerms(*(term[begin : begin + count] for term in terms))
+        chunk_out, memory[:count] = across_chunks(of_chunks, memory[:count])
+        outs.append(chunk_out)
+        begin += count
+    out[address[exists]] = _as_dtype(torch.cat(outs)[exists], out.dtype)
     state[rows] = memory
 
 

@@ -72,7 +72,7 @@ class PageAllocator:
             raise InvalidValue("num_pages", num_pages, "at least 1", "EngineConfig.num_pages or cache_bytes")
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
-        self._references = [0] * num_pages
+        self._references: dict[int, int] = {}  # of held pages
 
     @property
     def num_free(self) -> int:
@@ -81,7 +81,7 @@ class PageAllocator:
 
     def ref_count(self, page: int) -> int:
         """How many refer to the page."""
-        return self._references[page]
+        return self._references.get(page, 0)
 
     def take(self, num: int) -> list[int] | None:
         """Take pages, each with one reference; all of them, or None when fewer are free. Changes: this allocator."""
@@ -97,7 +97,7 @@ class PageAllocator:
     def share(self, pages: Sequence[int]) -> None:
         """Count one more reference to each page. Changes: this allocator. Errors: PageError for a free page."""
         for page in pages:
-            if self._references[page] < 1:
+            if page not in self._references:
                 raise PageError(f"page {page} is free; only a page that somebody holds can be shared")
         for page in pages:
             self._references[page] += 1
@@ -111,11 +111,12 @@ class PageAllocator:
         given: dict[int, int] = {}
         for page in pages:
             given[page] = given.get(page, 0) + 1
-            if given[page] > self._references[page]:
-                raise PageError(f"page {page} is released, and has {self._references[page]} references to release")
+            if given[page] > self.ref_count(page):
+                raise PageError(f"page {page} is released, and has {self.ref_count(page)} references to release")
         for page in pages:
             self._references[page] -= 1
             if not self._references[page]:
+                del self._references[page]
                 self._free.append(page)
 
     def check(self) -> None:
@@ -123,9 +124,9 @@ class PageAllocator:
         if len(set(self._free)) != len(self._free):
             raise PageError(f"a page is free twice: {sorted(self._free)}")
         for page in self._free:
-            if self._references[page]:
+            if page in self._references:
                 raise PageError(f"page {page} is free, and has {self._references[page]} references")
-        num_held = sum(count > 0 for count in self._references)
+        num_held = len(self._references)
         if num_held + len(self._free) != self.num_pages:
             raise PageError(f"{num_held} pages held + {len(self._free)} free are not {self.num_pages}")
 

@@ -26,7 +26,7 @@ from minserve.errors import InvalidValue
 from minserve.paging.page_table import pages_needed
 
 # How much is gathered, and how many scores are held, at a time: small enough to stay in a processor's cache.
-TOKENS_AT_A_TIME = 8192
+TOKENS_AT_A_TIME = 4096
 SCORES_AT_A_TIME = 1 << 18
 
 
@@ -112,9 +112,8 @@ def _gather(
         gathered.append(room.view(len(lens), -1, *pages.shape[2:])[:, : lens[-1]])
     # What follows a shorter context is another row's, or NaN. The score of such a key is masked later on; such a value
     # is multiplied by 0, and 0 times NaN is NaN.
-    place = torch.arange(lens[0], lens[-1], device=page_ids.device)
-    unused = place >= torch.tensor(lens, device=page_ids.device)[:, None]
-    gathered[1][:, lens[0] :].masked_fill_(unused[..., None, None], 0)
+    for values, length in zip(gathered[1], lens, strict=True):
+        values[length:].zero_()
     return gathered
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from small_engine import CONFIG, Scripted, ask, check_idle, check_story, make_engine, run_all
 
-from minserve.errors import InvalidValue
+from minserve.errors import InvalidValue, MinserveError
 from minserve.events import EventKind
 from minserve.metrics import metrics_of, steps
 from minserve.request import FinishReason, Status
@@ -57,6 +57,16 @@ def test_times_are_those_of_the_virtual_clock():
     assert [(run.start_s, run.duration_s, run.num_rows, run.num_tokens) for run in steps(engine.log)] == [
         (0.0, 4.0, 2, 8), (4.0, 1.5, 2, 3), (5.5, 0.5, 1, 1),
     ]  # fmt: skip
+
+
+def test_a_request_may_have_arrived_in_the_middle_of_a_step():
+    engine = make_engine()
+    for name, time_s in (("a", None), ("b", 0.25)):
+        engine.add(ask(name, 3, 2), time_s=time_s)
+        engine.step()
+    run_all(engine)
+    assert [metrics_of(engine.log, name).arrived for name in "ab"] == [0.0, 0.25]
+    assert [metrics_of(engine.log, name).queue_s for name in "ab"] == [0.0, 0.75]
 
 
 @pytest.mark.parametrize("batch_tokens", range(1, 10))
@@ -141,6 +151,33 @@ def test_a_context_beyond_the_models_is_refused():
     assert make_engine(max_context=64).max_context == make_engine().max_context == 64
     with pytest.raises(InvalidValue, match="max_context is 65; it must be at most 64"):
         make_engine(max_context=65)
+
+
+BREAK = {
+    "a page is lost": lambda engine: engine.cache.tables["a"].pages.pop(),
+    "a page is taken by nobody": lambda engine: engine.cache.allocator.take(1),
+    "a slot is taken by nobody": lambda engine: engine.cache.states.take(),
+    "a slot is another one's": lambda engine: engine.cache.slot_of.update(a=engine.cache.slot_of["b"]),
+    "a state is too old": lambda engine: engine.cache.states.stamp(engine.cache.slot_of["a"], 4),
+    "a request is ahead of its state": lambda engine: engine.batcher.running["a"][0].commit(6, [1]),
+    "one that waits holds pages": lambda engine: engine.cache.begin(engine.batcher.waiting[0]),
+    "one that is gone holds pages": lambda engine: engine.cache.begin(ask("gone", 3)),
+    "one that runs is forgotten": lambda engine: engine.batcher.remove(engine.batcher.running["a"][0]),
+    "one that runs waits as well": lambda engine: engine.batcher._queue.append(((0, 0), ask("a", 3))),
+}
+
+
+@pytest.mark.parametrize("fault", BREAK)
+def test_a_broken_invariant_is_found(fault):
+    engine = make_engine(max_running=2)
+    for name in "abc":
+        engine.add(ask(name, 3, 9))
+    for _ in range(3):
+        engine.step()
+    engine.check()
+    BREAK[fault](engine)
+    with pytest.raises(MinserveError):
+        engine.check()
 
 
 def seven_then_the_end(step, logits):

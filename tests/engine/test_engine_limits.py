@@ -13,13 +13,17 @@ POOLS = [(8, 4), (7, 1), (3, 5), (1, 4), (1, 2), (2, 3)]
 pools = pytest.mark.parametrize("num_pages, page_size", POOLS, ids=str)
 
 
+def num_computed(prompt, max_tokens):
+    """The tokens that are computed for a request, and so need a place: all but its last one."""
+    return prompt + max(0, max_tokens - 1)
+
+
 def sizes(usable):
     """Prompts and output limits around what so many tokens of cache can hold."""
-    prompts = sorted({1, 2, usable // 2, usable - 2, usable - 1, usable, usable + 1, usable + 5})
     return [
         (prompt, max_tokens)
-        for prompt in prompts
-        for max_tokens in {0, 1, 2, usable - prompt - 1, usable - prompt, usable - prompt + 1, usable}
+        for prompt in sorted({1, 2, usable // 2, usable - 2, usable - 1, usable, usable + 1, usable + 5})
+        for max_tokens in {0, 1, 2, *range(usable - prompt, usable - prompt + 4), usable}
         if prompt >= 1 and max_tokens >= 0 and prompt + max_tokens <= 64  # the model's context
     ]
 
@@ -30,7 +34,7 @@ def test_what_never_fits_is_refused_and_what_fits_is_served(num_pages, page_size
     for prompt, max_tokens in sizes(usable):
         engine = make_engine(Scripted(), num_pages=num_pages, page_size=page_size)
         request = ask("a", prompt, max_tokens, prompt_logprobs=None if max_tokens else 0)
-        if prompt + max_tokens > usable:
+        if num_computed(prompt, max_tokens) > usable:
             with pytest.raises(PromptTooLong, match=f"at most {num_pages} pages.*EngineConfig.num_pages"):
                 engine.add(request)
             assert not engine.has_work and len(engine.log) == 0 and engine.step() == []
@@ -51,8 +55,8 @@ def test_a_request_of_the_whole_pool_is_served_among_others(num_pages, page_size
     usable = num_pages * page_size
     engine = make_engine(Scripted(), num_pages=num_pages, page_size=page_size, policy=policy)
     requests = [
-        ask("small", 1, 1), ask("scored", usable, 0, prompt_logprobs=0), ask("one", usable - 1, 1, priority=1),
-        ask("many", 1, usable - 1), ask("last", 1, 1, priority=-1),
+        ask("small", 1, 1), ask("scored", usable, 0, prompt_logprobs=0), ask("one", usable, 1, priority=1),
+        ask("many", 1, usable), ask("last", 1, 1, priority=-1),
     ]  # fmt: skip
     for request in requests:
         engine.add(request)
@@ -64,7 +68,7 @@ def test_a_request_of_the_whole_pool_is_served_among_others(num_pages, page_size
 @pytest.mark.parametrize("num", [1, 2, 3])
 def test_nobody_of_a_family_comes_in_when_one_is_refused(num):  # fault D1
     engine = make_engine(num_pages=2)
-    small, large = family("a", 4, num, 4), family("b", 4, num, 5)
+    small, large = family("a", 4, num, 5), family("b", 4, num, 6)
     with pytest.raises(PromptTooLong, match="2 pages"):
         engine.add(large[0], large[1:])
     with pytest.raises(PromptTooLong, match="2 pages"):
