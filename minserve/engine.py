@@ -203,11 +203,13 @@ class Engine:
             self.log.clock.advance(cost_s)
         number, self._num_steps = self._num_steps, self._num_steps + 1
         num_tokens = sum(piece.stop - piece.start for piece in slices)
-        for piece in slices:
-            self.log.record(EventKind.SLICE, piece.request.id, start=piece.start, stop=piece.stop,
-                            phase=piece.phase.value, step=number)  # fmt: skip
+        self.log.record_all(EventKind.SLICE, (
+            (p.request.id, {"start": p.start, "stop": p.stop, "phase": p.phase.value, "step": number}) for p in slices
+        ))  # fmt: skip
         self.log.record(EventKind.STEP, step=number, start_s=began_s, duration_s=self.log.clock.now() - began_s,
                         num_rows=len(slices), num_tokens=num_tokens, num_padded=0)  # fmt: skip
+        known = (p.request.id for p in slices if chosen.tokens.get(p.request.id) and p.request.id not in self._leaving)
+        self.log.record_all(EventKind.TOKENS, ((request_id, {"count": 1}) for request_id in known))
         return [one for piece in slices for one in self._commit(piece, ticket, chosen)]
 
     def _forward(self, slices: list[Slice], ticket: Ticket) -> Tensor | None:
@@ -238,6 +240,7 @@ class Engine:
         for rider, is_forked, sampled in zip(riders, forked, family[1:], strict=True):
             if is_forked:
                 rider.commit(request.num_computed, [sampled.token_id])
+                self.log.record(EventKind.TOKENS, rider.id, count=1)
                 progress += self._give(self._lives[rider.id], sampled)
             else:
                 self.batcher.add(rider)
@@ -260,16 +263,16 @@ class Engine:
     def _give(self, life: Life, sampled: Sampled) -> list[Progress]:
         """Hand a new token on, and end the request where it ends. Changes: as `step`."""
         request, kept = life.request, life.checker.push((sampled.token_id,))
-        self.log.record(EventKind.TOKENS, request.id, count=1)
         if kept.finish_reason is not None:
             self._close(life, kept.finish_reason)
         return [Progress(request, (sampled.token_id,), kept.text, (sampled.logprobs,), kept.finish_reason)]
 
     def _still_here(self, riders: list[Request]) -> list[Request]:
         """The riders that have not ended meanwhile."""
-        here = [self._lives.get(rider.id) for rider in riders] if riders else ()
-        pairs = zip(riders, here, strict=True)
-        return [r for r, life in pairs if life and life.request is r and r.id not in self._leaving]
+        if not riders:
+            return riders
+        here = [(rider, self._lives.get(rider.id)) for rider in riders if rider.id not in self._leaving]
+        return [rider for rider, life in here if life and life.request is rider]
 
     def _end_leaving(self) -> None:
         """End those who were aborted; the next step reports it. Changes: as `abort`."""

@@ -211,8 +211,9 @@ class Request:
             when the newest token is already computed: then the next step would have nothing to run.
         Changes: tokens, num_computed.
         """
-        high = self.num_committed + max(0, len(new_ids) - 1)
-        low = max(self.num_computed, self.num_committed if new_ids else 0)
+        num_committed = len(self.tokens)
+        high = num_committed + max(0, len(new_ids) - 1)
+        low = num_committed if new_ids else self.num_computed
         if not low <= num_computed <= high:
             raise InvalidValue("num_computed", num_computed, f"from {low} to {high} for request {self.id!r}")
         self.tokens += new_ids

@@ -73,12 +73,18 @@ class StopChecker:
         self._decoder, self._held = decoder, ""
         self._max_tokens, self._stop_strings = params.max_tokens, params.stop
         self._stop_ids = stop_ids(params, eos_token_ids)
+        self._beginnings = {stop[:length] for stop in params.stop for length in range(1, len(stop))}
+        self._longest_beginning = max(map(len, self._beginnings), default=0)
 
     def push(self, token_ids: Sequence[int]) -> Kept:
         """Take the tokens of one step, up to the output's end; after the end nothing is kept.
 
         Changes: everything in this checker.
         """
+        if len(token_ids) == 1 and self.finish_reason is None:  # a plain step's one token
+            text = self._push_one(token_ids[0])
+            self.text += text
+            return Kept(1, text, self.finish_reason)
         sent, before = [], self.num_tokens
         for token_id in token_ids:
             if self.finish_reason is not None:
@@ -127,14 +133,16 @@ class StopChecker:
 
         The first to be complete, not the first to begin: so the cut does not depend on how text falls into tokens.
         """
-        found = ((self._held.find(stop), len(stop)) for stop in self._stop_strings)
-        ends = [(start + length, start) for start, length in found if start >= 0]
-        return min(ends)[1] if ends else None
+        first_end, first_start = None, None
+        for stop in self._stop_strings:
+            start = self._held.find(stop)
+            if start >= 0 and (first_end is None or (start + len(stop), start) < (first_end, first_start)):
+                first_end, first_start = start + len(stop), start
+        return first_start
 
     def _num_undecided(self) -> int:
         """The length of the longest end of the held text that a stop string may begin with."""
-        longest = max(len(stop) for stop in self._stop_strings) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stop_strings):
+        for length in range(min(self._longest_beginning, len(self._held)), 0, -1):
+            if self._held[-length:] in self._beginnings:
                 return length
         return 0

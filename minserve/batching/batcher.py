@@ -167,7 +167,7 @@ class Batcher:
         for request, phase in self._decodes_first():
             if budget and request.id in self.running:
                 budget -= self._plan_running(request, phase, budget, room, plan)
-        if not (plan.preempted or self._full):
+        if self._queue and not (plan.preempted or self._full):
             self._admit(budget, room, plan)
         return plan
 
@@ -224,7 +224,7 @@ class Batcher:
         """Let waiting requests in, in order; where the first does not fit, nobody overtakes it. Changes: as `plan`."""
         # Those let in keep what they need to be read to the end, and one page each for the tokens to come.
         spare = sum(room.missing(request, request.num_committed + 1) for request, _ in self.running.values())
-        spare += len(self.running) if self._queue else 0
+        spare += len(self.running)
         while budget and self._queue and len(self.running) < self.max_running:
             request = self._queue[0][1]
             start = room.admit(request, spare)

@@ -48,7 +48,8 @@ def pack(
     tables = _page_tables(slices, cache)
     slots = tables[row, positions // cache.page_size] * cache.page_size + positions % cache.page_size
     chosen: list[int] = []
-    for piece, begin, end in zip(slices, row_starts[:-1].tolist(), row_starts[1:].tolist(), strict=True):
+    bounds = row_starts.tolist()
+    for piece, begin, end in zip(slices, bounds, bounds[1:], strict=False):
         if scores_prompt(piece):
             chosen += range(begin, end)
         elif wants_token(piece):

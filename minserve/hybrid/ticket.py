@@ -55,14 +55,15 @@ class Ticket:
         Changes: the cache.
         """
         table, states = self._cache.tables[request.id], self._cache.states
-        if request.id not in self.state_write and not states.num_free:
+        needs_slot = request.id not in self.state_write
+        if needs_slot and not states.num_free:
             return False
         before = table.capacity
         if stop > before:
             if not table.grow(stop):
                 return False
             self._room_before.setdefault(request.id, before)
-        if request.id not in self.state_write:
+        if needs_slot:
             self.state_write[request.id] = states.take()
         return True
 

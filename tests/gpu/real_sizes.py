@@ -1,0 +1,209 @@
+"""The kernel pairs at the sizes of real models: their inputs, made on the device, and the bytes that they must move.
+
+The bytes of a call are those of every input that it has to read, once, and of every result, once. Keys that a second
+tile of queries reads again are not counted twice: a cache may keep them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import paged_cases
+import ragged_cases
+import torch
+from kernel_checks import NAN, bound, largest_difference
+from test_tail_copy import Case as TailCase
+
+from minserve.batching import ragged_attention as batching
+from minserve.deltanet import tail_copy as deltanet
+from minserve.paging import paged_attention as paging
+
+INDEX_BYTES = 8  # the engine's tables hold 64-bit numbers
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model's heads and channels, and a load. The defaults are of Qwen3.5-35B-A3B."""
+
+    heads: int = 16
+    kv_heads: int = 2
+    head_dim: int = 256
+    channels: int = 8192
+    decode_rows: int = 64
+    context: int = 4096
+    prompt: int = 2048
+    unequal: tuple[int, ...] = (1024, 512, 256, 255, 1)
+    page_sizes: tuple[int, ...] = (16, 64)
+
+
+TINY = Sizes(4, 2, 24, 37, decode_rows=3, context=9, prompt=6, unequal=(3, 1), page_sizes=(4,))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One call of a kernel and of its reference.
+
+    Fields: `tensors` makes the arguments for a dtype and a device; `num_bytes` counts for a dtype what must move;
+    `flops` of the matrix products; `reference` the function; `differences` takes results, wanted ones and arguments to
+    (error, bound) pairs; `options` are the kernel's alone, for timing.
+    """
+
+    kernel: str
+    note: str
+    tensors: Callable[[torch.dtype, torch.device], tuple[torch.Tensor, ...]]
+    num_bytes: Callable[[torch.dtype], int]
+    reference: Callable
+    differences: Callable[..., list[tuple[float, float]]]
+    flops: int = 0
+    options: Callable[[tuple], dict] = field(default=lambda args: {})
+
+
+def randn(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
+    """Random numbers, made where they are wanted."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+
+def indices(values, device: torch.device) -> torch.Tensor:
+    """A table of whole numbers."""
+    return torch.tensor(list(values), dtype=torch.int64, device=device)
+
+
+def attention_bytes(num_tokens: int, num_keys: int, sizes: Sizes, dtype: torch.dtype) -> int:
+    """Queries and results, keys and values, and each query's log-sum-exp in the wide dtype."""
+    vectors = 2 * num_tokens * sizes.heads + 2 * num_keys * sizes.kv_heads
+    wide_bytes = torch.promote_types(dtype, torch.float32).itemsize
+    return vectors * sizes.head_dim * dtype.itemsize + num_tokens * sizes.heads * wide_bytes
+
+
+def attention_flops(queries: tuple[int, ...], contexts: tuple[int, ...], sizes: Sizes) -> int:
+    """Two products of two operations for each number of each key that each query sees."""
+    rows = zip(queries, contexts, strict=True)
+    seen = sum(num * context - num * (num - 1) // 2 for num, context in rows)
+    return 4 * seen * sizes.heads * sizes.head_dim
+
+
+def attention_differences(found, wanted, args) -> list[tuple[float, float]]:
+    """The attention mixes values, so the largest bounds its error; the log-sum-exp is a sum of its own."""
+    (out, lse), values = wanted, args[2]
+    largest = values.nan_to_num(0).abs().max().item()
+    bounds = bound(args[0].dtype, largest), bound(lse.dtype, lse.abs().max().item())
+    errors = largest_difference(found[0], out), largest_difference(found[1], lse)
+    return list(zip(errors, bounds, strict=True))
+
+
+def copied_differences(found, wanted, args) -> list[tuple[float, float]]:
+    """A copy is right or it is not."""
+    same = all(torch.equal(x, y.to(x.dtype)) for x, y in zip(found, wanted, strict=True))
+    return [(0.0 if same else float("inf"), 0.0)]
+
+
+def paged_tensors(case: paged_cases.Case, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Pages lie in no order; free pages and what lies behind a context hold NaN."""
+    row_pages = [-(-context // case.page_size) for context in case.contexts]
+    order = torch.randperm(sum(row_pages) + 3, generator=torch.Generator(device).manual_seed(0), device=device)
+    shape = (len(order), case.page_size, case.kv_heads, case.head_dim)
+    pools = [randn(shape, dtype, device, seed) for seed in (1, 2)]
+    page_tables = torch.full((len(row_pages), max(row_pages)), -1, device=device)
+    for row, own in enumerate(order.split([*row_pages, 3])[:-1]):
+        page_tables[row, : len(own)] = own
+        for pool in pools:
+            pool[own[-1], (case.contexts[row] - 1) % case.page_size + 1 :] = NAN
+    for pool in pools:
+        pool[order[-3:]] = NAN
+    q = randn((sum(case.queries), case.heads, case.head_dim), dtype, device, 3)
+    starts = indices(accumulate(case.queries, initial=0), device)
+    return q, *pools, page_tables, starts, indices(case.contexts, device)
+
+
+def paged_pair(note: str, queries: tuple[int, ...], contexts: tuple[int, ...], page_size: int, sizes: Sizes) -> Pair:
+    """Attention through page tables."""
+    case = paged_cases.Case(note, queries, contexts, sizes.heads, sizes.kv_heads, sizes.head_dim, page_size)
+    entries = sum(-(-context // page_size) for context in contexts) + 2 * len(contexts) + 1
+    return Pair(
+        "paged_attention", f"{note}, pages of {page_size}",
+        tensors=lambda dtype, device: paged_tensors(case, dtype, device),
+        num_bytes=lambda dtype: attention_bytes(sum(queries), sum(contexts), sizes, dtype) + entries * INDEX_BYTES,
+        reference=paging.paged_attention, differences=attention_differences,
+        flops=attention_flops(queries, contexts, sizes),
+    )  # fmt: skip
+
+
+def ragged_pair(note: str, lengths: tuple[int, ...], sizes: Sizes) -> Pair:
+    """Attention inside packed rows."""
+    case = ragged_cases.Case(note, lengths, sizes.heads, sizes.kv_heads, sizes.head_dim)
+
+    def tensors(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+        heads = (case.heads, case.kv_heads, case.kv_heads)
+        numbers = [randn((sum(lengths), n, case.head_dim), dtype, device, seed) for seed, n in enumerate(heads)]
+        return *numbers, indices(accumulate(lengths, initial=0), device)
+
+    return Pair(
+        "ragged_attention", note, tensors,
+        num_bytes=lambda dtype: (
+            attention_bytes(sum(lengths), sum(lengths), sizes, dtype) + (len(lengths) + 1) * INDEX_BYTES
+        ),
+        reference=batching.ragged_attention, differences=attention_differences,
+        flops=attention_flops(lengths, lengths, sizes),
+    )  # fmt: skip
+
+
+def write_pair(note: str, num_tokens: int, per_page: int, page_size: int, sizes: Sizes) -> Pair:
+    """Keys and values written to pages that lie in no order, `per_page` to the beginning of each."""
+    num_pages = -(-num_tokens // per_page)
+
+    def tensors(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+        firsts = 2 * [(num_tokens,)] + 2 * [(2 * num_pages, page_size)]
+        numbers = [randn((*first, sizes.kv_heads, sizes.head_dim), dtype, device, s) for s, first in enumerate(firsts)]
+        generator = torch.Generator(device).manual_seed(4)
+        pages = torch.randperm(2 * num_pages, generator=generator, device=device)[:num_pages]
+        slots = pages[:, None] * page_size + torch.arange(per_page, device=device)
+        return *numbers, slots.flatten()[:num_tokens]
+
+    numbers = 2 * num_tokens * sizes.kv_heads * sizes.head_dim
+    return Pair(
+        "write_pages", f"{note}, pages of {page_size}", tensors,
+        num_bytes=lambda dtype: 2 * numbers * dtype.itemsize + num_tokens * INDEX_BYTES,
+        reference=paging.write_pages, differences=copied_differences,
+    )  # fmt: skip
+
+
+def tail_pair(note: str, lengths: tuple[int, ...], sizes: Sizes) -> Pair:
+    """The tails of the convolution kept: each row reads one slot and writes another, all of them in one pool."""
+    num_rows = len(lengths)
+    case = TailCase(note, lengths, tuple(range(num_rows)), tuple(range(num_rows, 2 * num_rows)), sizes.channels)
+
+    def tensors(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+        x = randn((sum(lengths), case.channels), dtype, device, 0)
+        tails = randn((2 * num_rows, case.keep, case.channels), dtype, device, 1)
+        tables = (indices(values, device) for values in (accumulate(lengths, initial=0), case.read, case.write))
+        row_starts, read, write = tables
+        return x, row_starts, tails, read, write
+
+    return Pair(
+        "tail_copy", note, tensors,
+        num_bytes=lambda dtype: (
+            2 * num_rows * case.keep * case.channels * dtype.itemsize + (3 * num_rows + 1) * INDEX_BYTES
+        ),
+        reference=deltanet.tail_copy, differences=copied_differences, options=lambda args: {"out": args[2]},
+    )  # fmt: skip
+
+
+def pairs(sizes: Sizes) -> Iterator[Pair]:
+    """Every kernel, at the sizes of decode, of a prompt, and of both in one step."""
+    rows, context, prompt = sizes.decode_rows, sizes.context, sizes.prompt
+    decode = f"{rows} decode rows of context {context:,}"
+    for page_size in sizes.page_sizes:
+        yield paged_pair(decode, (1,) * rows, (context,) * rows, page_size, sizes)
+        yield paged_pair(f"a prompt of {prompt:,}", (prompt,), (prompt,), page_size, sizes)
+    both = ((1,) * rows + (prompt,), (context,) * rows + (prompt,))
+    yield paged_pair(f"{rows} decode rows and a prompt", *both, sizes.page_sizes[0], sizes)
+    yield ragged_pair(f"a prompt of {prompt:,}", (prompt,), sizes)
+    yield ragged_pair(f"prompts of {', '.join(f'{length:,}' for length in sizes.unequal)}", sizes.unequal, sizes)
+    for page_size in sizes.page_sizes:
+        yield write_pair(f"a prompt of {prompt:,}", prompt, page_size, page_size, sizes)
+    yield write_pair(f"{rows} decode rows", rows, 1, sizes.page_sizes[0], sizes)
+    yield tail_pair(f"{rows} decode rows", (1,) * rows, sizes)
+    yield tail_pair(f"{rows} decode rows and a prompt", (1,) * rows + (prompt,), sizes)
