@@ -63,5 +63,7 @@ def conv_tail_ragged(
     tails_at = (row_starts[:-1] + keep * rows)[:, None] + keeps
     joined = x.new_empty(num_tokens + num_rows * keep, x.shape[1]).index_copy(0, at, x)
     joined = joined.index_copy(0, tails_at.flatten(), tails.to(x.dtype).flatten(0, 1))
-    mixed = sum(joined[j : len(joined) - keep + j] * weight[:, j] for j in range(keep + 1))
+    mixed = joined[keep:] * weight[:, keep]
+    for j in range(keep):
+        mixed = torch.addcmul(mixed, joined[j : len(joined) - keep + j], weight[:, j])
     return F.silu(mixed[at - keep]), joined[(row_starts[1:] + keep * rows)[:, None] + keeps]

@@ -104,8 +104,9 @@ def within_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chun
     overlap = (keys_beta @ k.mT) * span * lower.tril(-1)
     # Row i of the system says: delta_i = beta_i (v_i - what the state holds under k_i after the deltas before it).
     right = torch.cat([values * beta[..., None], keys_beta * cumulative[..., None].exp()], dim=-1)
-    solved = torch.linalg.solve_triangular(overlap.to(dtype), right, upper=False, unitriangular=True)
-    from_values, from_state = solved.split([values.shape[-1], k.shape[-1]], dim=-1)
+    unit = torch.eye(chunk, dtype=dtype, device=v.device)
+    inverse = torch.linalg.solve_triangular(overlap.to(dtype), unit, upper=False, unitriangular=True)
+    from_values, from_state = (inverse @ right).split([values.shape[-1], k.shape[-1]], dim=-1)
     return ChunkTerms(
         from_values,
         from_state,
@@ -134,7 +135,7 @@ def gated_delta_ragged(
     beta: Float[Tensor, "tokens value_heads"],
     state: Float[Tensor, "rows value_heads key_dim value_dim"],
     row_starts: Int[Tensor, " rows_plus_1"],
-    chunk: int = 64,
+    chunk: int = 32,
 ) -> tuple[Float[Tensor, "tokens value_heads value_dim"], Float[Tensor, "rows value_heads key_dim value_dim"]]:
     """Run the rule on the packed rows of a step, each from its own state: single tokens together, long rows in chunks.
 

@@ -50,7 +50,7 @@ def expert_mix(
 
 def _per_expert(rows: Sequence[Tensor], matrices: Float[Tensor, "experts out in"]) -> Float[Tensor, "choices out"]:
     """Multiply each expert's rows by its matrix; experts without rows are not read."""
-    products = [F.linear(part, matrices[expert]) for expert, part in enumerate(rows) if len(part)]
+    products = [F.linear(part, matrix) for part, matrix in zip(rows, matrices.unbind(), strict=True) if part.shape[0]]
     return torch.cat(products) if products else matrices.new_zeros(0, matrices.shape[1])
 
 

@@ -20,13 +20,15 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 TESTS = Path(__file__).resolve().parents[1]
 LIMIT_S = 240.0
-RESERVE_S = 15.0  # for the last copies and the table, when small cases run on to the limit
+RESERVE_S = 10.0  # for the last copies and the table, when small cases run on to the limit
 
 
 @dataclass
@@ -101,13 +103,9 @@ def pair_row(pair, kernel, dtype: torch.dtype, timer) -> Row:
     wanted, found = ((x,) if isinstance(x, torch.Tensor) else x for x in (wanted, found))
     row.error, row.bound = max(pair.differences(found, wanted, args), key=share_of_bound)
     del wide, mine, wanted, found
-    options = pair.options(args)
-    row.num_bytes = pair.num_bytes(dtype)
-    row.gpu_s, row.call_s = (
-        timer.gpu_s(lambda: kernel(*args, **options)),
-        timer.call_s(lambda: kernel(*args, **options)),
-    )
-    row.reference_s = timer.call_s(lambda: pair.reference(*args), num_repeats=3)
+    call = partial(kernel, *args, **pair.options(args))
+    row.num_bytes, row.gpu_s, row.call_s = pair.num_bytes(dtype), timer.gpu_s(call), timer.call_s(call)
+    row.reference_s = timer.call_s(lambda: pair.reference(*args), num_repeats=min(3, timer.num_repeats))
     return row
 
 
@@ -130,8 +128,8 @@ def said_of(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def served_rows(device: str, options: dict, narrow: str):
-    """The engine on the device beside the reference on the CPU, and a request that turns every knob."""
+def served_rows(device: str, narrow: str, options: dict):
+    """The engine on the device beside the reference on the CPU, and requests that turn every knob."""
     from served_on_both import every_knob, served_on_both
 
     row = Row("engine", "", "float32")
@@ -148,8 +146,7 @@ def served_rows(device: str, options: dict, narrow: str):
     yield row
     row = Row("engine", "every knob of sampling, and forks", narrow)
     try:
-        ends = every_knob(device, narrow)
-        row.failed = ", ".join(end for end in ends if end != "length")
+        row.failed = ", ".join(end for end in every_knob(device, narrow, **options) if end != "length")
     except Exception as error:
         row.failed = said_of(error)
     yield row
@@ -160,6 +157,7 @@ def small_rows(device: torch.device, dtypes: tuple[torch.dtype, ...], num_cases:
     from small_cases import TABLES, share_of_bound, tried_cases
 
     tried = {(name, dtype): [] for name, *_ in TABLES for dtype in dtypes}
+    totals = {name: len(module.CASES[:num_cases]) for name, _, module, _ in TABLES}
     cases, failed = tried_cases(device, dtypes, num_cases), ""
     while not failed and time.perf_counter() < stop_s:
         try:
@@ -170,62 +168,87 @@ def small_rows(device: torch.device, dtypes: tuple[torch.dtype, ...], num_cases:
         except Exception as error:
             failed = said_of(error)
     for (name, dtype), done in tried.items():
-        if done:
-            worst = max(done, key=lambda case: share_of_bound(case.worst))
-            yield Row(name, f"{len(done)} small cases, worst: {worst.note}", name_of(dtype), *worst.worst)
+        worst = max(done, key=lambda case: share_of_bound(case.worst), default=None)
+        said = f"{len(done)} of {totals[name]} small cases" + (f", worst: {worst.note}" if worst else "")
+        yield Row(name, said, name_of(dtype), *(worst.worst if worst else ()))
     if failed:
         yield Row("small cases", f"after {sum(map(len, tried.values()))} that ran", "-", failed=failed)
 
 
-def check(asked: argparse.Namespace, began_s: float) -> bool:
-    """Measure, print, write; whether all is within bounds."""
-    import triton
+class Run(NamedTuple):
+    """What is run: where, in which dtypes, at which sizes; requests; and how many cases of a table, None for all."""
+
+    name: str
+    device: torch.device
+    dtypes: tuple[torch.dtype, ...]
+    sizes: object
+    timer: object
+    copy_bytes: int
+    served: dict
+    num_cases: int | None
+
+
+def run_for(tiny: bool) -> Run:
+    """The real thing, or the little that an interpreter can do; it has no bfloat16."""
     from gpu_timing import COPY_BYTES, Timer
     from real_sizes import TINY, Sizes
 
-    device = torch.device("cpu" if asked.tiny else "cuda")
-    dtypes = (torch.float32, torch.float16) + (() if asked.tiny else (torch.bfloat16,))  # the interpreter has none
+    device, dtypes = torch.device("cpu" if tiny else "cuda"), (torch.float32, torch.float16)
+    if tiny:
+        served = {"prompts": ("de", "x", "f"), "max_tokens": 2}
+        return Run("Triton's interpreter", device, dtypes, TINY, Timer(device, 1, 0), 2**20, served, 2)
+    dtypes += (torch.bfloat16,)
+    return Run(torch.cuda.get_device_name(), device, dtypes, Sizes(), Timer(device), COPY_BYTES, {}, None)
+
+
+def check(run: Run, out: Path | None, began_s: float, stop_s: float) -> bool:
+    """Measure, print, write; whether all is within bounds."""
+    import triton
+
     torch.set_float32_matmul_precision("highest")
-    name = "Triton's interpreter" if asked.tiny else torch.cuda.get_device_name()
-    timer, rows = Timer(device, **({"num_repeats": 1} if asked.tiny else {})), []
-    copies = [timer.copy_bytes_per_s(2**20 if asked.tiny else COPY_BYTES)]
-    served = ({"prompts": ("def", "x = 1\n"), "max_tokens": 3}, "float16") if asked.tiny else ({}, "bfloat16")
+    rows, copies = [], [run.timer.copy_bytes_per_s(run.copy_bytes)]
 
     def note(row: Row) -> None:
         """Keep a row, and write all that is known: what comes next may break everything."""
         rows.append(row)
         print(f"{time.perf_counter() - began_s:6.1f} s  {row.check}, {row.size}, {row.dtype}", file=sys.stderr)
-        found = {"device": name, "torch": torch.__version__, "triton": triton.__version__,
+        found = {"device": run.name, "torch": torch.__version__, "triton": triton.__version__,
                  "copy_bytes_per_s": copies, "wall_s": time.perf_counter() - began_s,
                  "rows": [asdict(row) | {"is_good": row.is_good} for row in rows]}  # fmt: skip
-        if asked.out:
-            asked.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        if out:
+            out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
     parts = (
-        pair_rows(TINY if asked.tiny else Sizes(), dtypes, timer),
-        served_rows(str(device), *served),
-        small_rows(device, dtypes, 2 if asked.tiny else None, began_s + asked.seconds - RESERVE_S),
+        pair_rows(run.sizes, run.dtypes, run.timer),
+        served_rows(str(run.device), name_of(run.dtypes[-1]), run.served),
+        small_rows(run.device, run.dtypes, run.num_cases, stop_s),
     )
     for part in parts:
         for row in part:
             note(row)
-    copies.append(timer.copy_bytes_per_s(2**20 if asked.tiny else COPY_BYTES))
+    copies.append(run.timer.copy_bytes_per_s(run.copy_bytes))
     note(Row("copy", f"{copies[0] / 1e9:.0f} GB/s before, {copies[1] / 1e9:.0f} after", "uint8"))
-    print(f"{name}, torch {torch.__version__}, triton {triton.__version__}")
+    print(f"{run.name}, torch {torch.__version__}, triton {triton.__version__}")
     print_table(rows, max(copies))
     return all(row.is_good for row in rows)
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> int:
+    """Run as the module says; the exit status."""
     began_s = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="where to write what was found, as JSON")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes in Triton's interpreter, on a CPU")
     parser.add_argument("--seconds", type=float, default=LIMIT_S, help="small cases stop in time for this")
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     if not asked.tiny and not torch.cuda.is_available():
         parser.exit(2, f"no GPU: torch {torch.__version__} finds no CUDA device here; --tiny checks the script alone\n")
     os.environ["TRITON_INTERPRET"] = "1" if asked.tiny else "0"
     os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
     sys.path[:0] = [str(TESTS.parent), *(str(TESTS / name) for name in ("kernels", "paging", "batching", "deltanet"))]
-    sys.exit(not check(asked, began_s))
+    stop_s = began_s + asked.seconds - RESERVE_S
+    return 0 if check(run_for(asked.tiny), asked.out, began_s, stop_s) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,7 +13,7 @@ from itertools import accumulate
 import paged_cases
 import ragged_cases
 import torch
-from kernel_checks import NAN, bound, largest_difference
+from kernel_checks import NAN, bound
 from test_tail_copy import Case as TailCase
 
 from minserve.batching import ragged_attention as batching
@@ -38,7 +38,7 @@ class Sizes:
     page_sizes: tuple[int, ...] = (16, 64)
 
 
-TINY = Sizes(4, 2, 24, 37, decode_rows=3, context=9, prompt=6, unequal=(3, 1), page_sizes=(4,))
+TINY = Sizes(4, 2, 24, 37, decode_rows=2, context=7, prompt=3, unequal=(2, 1), page_sizes=(4,))
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ def attention_flops(queries: tuple[int, ...], contexts: tuple[int, ...], sizes: 
 
 def attention_differences(found, wanted, args) -> list[tuple[float, float]]:
     """The attention mixes values, so the largest bounds its error; the log-sum-exp is a sum of its own."""
-    (out, lse), values = wanted, args[2]
+    (_, lse), values = wanted, args[2]
     largest = values.nan_to_num(0).abs().max().item()
     bounds = bound(args[0].dtype, largest), bound(lse.dtype, lse.abs().max().item())
-    errors = largest_difference(found[0], out), largest_difference(found[1], lse)
+    errors = [(x.double() - y.double()).abs().max().item() for x, y in zip(found, wanted, strict=True)]
     return list(zip(errors, bounds, strict=True))
 
 

@@ -31,8 +31,8 @@ class Served(NamedTuple):
     """What came of it.
 
     Fields: `error` the largest difference between the two log-probabilities of a token, and its `bound`; `num_scored`
-    tokens; of `num_outputs` greedy ones, `num_same` are equal to the last token; `gaps` of the others: how much likelier
-    on the CPU its own token was than the device's, where they first differ.
+    tokens; of `num_outputs` greedy ones, `num_same` are equal to the last token; `gaps` of the others: how much
+    likelier on the CPU its own token was than the device's, where they first differ.
     """
 
     error: float
@@ -95,8 +95,8 @@ def gap_where_they_part(wanted: Output, found: Output) -> float:
     return float("inf")  # one of them ended early
 
 
-def every_knob(device: str, dtype: str, max_tokens: int = 12) -> list[str]:
-    """Serve requests that use all of sampling, with forks, on a device; how each of their outputs ended."""
+def every_knob(device: str, dtype: str, prompts: tuple[str, ...] = PROMPTS, max_tokens: int = 12) -> list[str]:
+    """Serve three prompts with all that sampling knows, and with forks, on a device; how each output ended."""
     knobs = dict(max_tokens=max_tokens, ignore_eos=True, logprobs=3, prompt_logprobs=1, logit_bias={65: 1.0, 66: -1.0})
     knobs |= dict(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1)
     params = [
@@ -104,5 +104,5 @@ def every_knob(device: str, dtype: str, max_tokens: int = 12) -> list[str]:
         SamplingParams(**knobs, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=1),
         SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=1.0, n=3),
     ]
-    outputs = LLM(config=config_for(device, dtype=dtype)).generate(list(PROMPTS[:3]), params)
+    outputs = LLM(config=config_for(device, dtype=dtype)).generate(list(prompts[:3]), params)
     return [output.error or output.finish_reason for output in outputs]

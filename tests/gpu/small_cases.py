@@ -67,7 +67,7 @@ def on_device(kernel: Callable, device: torch.device) -> Callable:
             if not isinstance(x, torch.Tensor):
                 return x
             memory = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
-            copy = memory.to(device, copy=True)
+            copy = memory.to(device=device, copy=True)
             memories.append((memory, copy))
             there[id(x)] = copy.as_strided(x.shape, x.stride(), x.storage_offset())
             return there[id(x)]
@@ -102,8 +102,3 @@ def tried_cases(device: torch.device, dtypes: tuple[torch.dtype, ...], num_cases
                     errors = module.errors(on_device(kernel, device), case, dtype)
                     found = zip(errors, bounds(dtype), strict=False)
                     yield Tried(name, case.note, dtype, max(found, key=share_of_bound))
-
-
-def count_cases(dtypes: tuple[torch.dtype, ...], num_cases: int | None = None) -> int:
-    """How many cases `tried_cases` has."""
-    return len(dtypes) * sum(len(module.CASES[:num_cases]) for _, _, module, _ in TABLES)
