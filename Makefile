@@ -5,7 +5,7 @@ BIN := .venv/bin
 TORCH_INDEX ?=
 INSTALL := $(BIN)/pip install -q --disable-pip-version-check -c .ci/constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test notebooks exercises bench clean
+.PHONY: demo test notebooks exercises bench race clean
 
 demo: .venv/base
 	$(BIN)/python -m minserve generate "def area(" --temperature 0.8 --top-p 0.9 --seed 8 --max-tokens 300
@@ -22,7 +22,12 @@ notebooks: .venv/notebooks
 	$(BIN)/jupyter lab chapters
 
 bench: .venv/dev
-	$(BIN)/python -m minserve bench --against transformers
+	$(BIN)/python -m minserve bench serve --against transformers
+	$(BIN)/python -m minserve bench decode --against transformers
+	$(BIN)/python -m minserve bench engine
+
+race: .venv/base
+	$(BIN)/python -m minserve race
 
 .venv/base: pyproject.toml .ci/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -101,6 +101,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
     llm = LLM(args.model, config=EngineConfig(dtype=args.dtype))
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed)
+    print(f"caches: {llm.engine.sizes}\n", file=sys.stderr)
     message = [{"role": "user", "content": args.prompt}]
     output = None
     print("" if args.chat else args.prompt, end="")

@@ -163,9 +163,13 @@ class GatedMLP(nn.Module):
         """Go on from gate x and up x: the MLP's output, [tokens hidden]."""
         return F.linear(F.silu(gate) * up, self.down_proj.weight)
 
+    def forward(self, x: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens hidden"]:
+        """Apply the MLP to each token."""
+        return self.mix(self.gate_proj(x), self.up_proj(x))
+
 
 class DenseMLP(GatedMLP):
-    """A gated MLP by itself."""
+    """A gated MLP by itself, its two projections of x in one product."""
 
     def __init__(self, hidden: int, intermediate: int):
         super().__init__(hidden, intermediate)
