@@ -39,13 +39,18 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def rms_normalize(x: Float[Tensor, "*rows dim"], eps: float) -> Float[Tensor, "*rows dim"]:
     """x / sqrt(mean(x^2) + eps) along the last axis; the result stays wide."""
-    return torch.rms_norm(widen(x), x.shape[-1:], None, eps)
+    return _shorten(widen(x), eps, x.shape[-1])
 
 
 def l2_normalize(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
     """Divide x by its length along the last axis; the result stays wide. The 1e-6 stands under the root."""
-    x = widen(x)
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    return _shorten(widen(x), 1e-6, 1)
+
+
+def _shorten(x: Float[Tensor, "*rows dim"], eps: float, share: int) -> Float[Tensor, "*rows dim"]:
+    """x / sqrt(|x|^2 / share + eps) along the last axis, in four calls."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * torch.addcmul(x.new_full((), eps), length, length, value=1 / share).rsqrt()
 
 
 def rotary_table(positions: Int[Tensor, " tokens"], config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
