@@ -73,8 +73,9 @@ def _sample(logits: Tensor, families: list[list[Request]], chosen: Chosen) -> No
             chosen.errors[family[0].id] = "logits are NaN, +inf or all masked; no token can be chosen from them"
     good = [(row, family) for row, family in enumerate(families) if usable[row]]
     requests = [request for _, family in good for request in family]
-    if len(requests) != len(families):
-        logits = logits[[row for row, family in good for _ in family]]
+    rows = [row for row, family in good for _ in family]
+    if rows != list(range(len(families))):
+        logits = logits[rows]
     sampled = iter(sample(logits, requests))
     for _, family in good:
         chosen.tokens[family[0].id] = [next(sampled) for _ in family]

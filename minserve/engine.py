@@ -29,8 +29,9 @@ from minserve.hybrid.ticket import Ticket
 from minserve.model.config import ModelConfig
 from minserve.model.hybrid_lm import HybridLM
 from minserve.model.implementations import choose_implementation
+from minserve.paging.page_table import PageError
 from minserve.parts import Parts
-from minserve.request import FinishReason, Request, Status, check_prompt
+from minserve.request import FinishReason, Request, SamplingParams, Status, check_prompt, max_computed
 from minserve.request_life import Life, Progress
 from minserve.sampling import Sampled
 from minserve.stopping import Decoder, StopChecker
@@ -84,17 +85,18 @@ class Engine:
         self._lives: dict[Hashable, Life] = {}
         self._num_steps, self._running_step = 0, False
         self._leaving: dict[Hashable, None] = {}
+        self._gone: frozenset[Hashable] = frozenset()
         self._ended: list[Progress] = []
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self._lives)
+        """Whether any request is unfinished, or ended and not reported yet."""
+        return bool(self._lives or self._ended)
 
-    def check_request(self, prompt_ids: Sequence[int], params: object) -> None:
+    def check_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Refuse what could never be served. Errors: as `check_prompt`, and PromptTooLong for the pool of pages."""
         check_prompt(prompt_ids, params, self._model_config.vocab_size, self.max_context)
-        needed = self.cache.pages_needed(len(prompt_ids) + max(0, params.max_tokens - 1))  # the last is not run
+        needed = self.cache.pages_needed(max_computed(prompt_ids, params))
         if needed > self.sizes.num_pages:
             wanted = f"{len(prompt_ids)} prompt tokens + max_tokens {params.max_tokens}, in {needed} pages"
             limit = f"at most {self.sizes.num_pages} pages of {self.sizes.page_size} tokens, the whole cache"
@@ -111,8 +113,8 @@ class Engine:
         ids = [one.id for one in (request, *riders)]
         for one in (request, *riders):
             self.check_request(one.prompt_ids, one.params)
-            if one.prompt_ids != request.prompt_ids:
-                raise InvalidValue("prompt_ids", one.prompt_ids, "for a rider, those of the request that it rides with")
+            if (one.prompt_ids, one.params) != (request.prompt_ids, request.params):
+                raise InvalidValue("riders", one.id, "requests with the prompt and params of the one they ride with")
             if one.id in self._lives or one.status is not Status.WAITING or one.num_computed or ids.count(one.id) > 1:
                 raise InvalidValue("request.id", one.id, "a fresh request, with an id that no other one in here has")
         for one in (request, *riders):
@@ -138,28 +140,29 @@ class Engine:
     def step(self) -> list[Progress]:
         """Run one step for everybody who has a place in it, and say what it brought.
 
-        Errors: whatever the model raises; then nothing has moved, and the step can be tried again.
+        Errors: whatever the model raises; then no count has moved, and the step can be tried again.
         Changes: requests, queues, caches, log.
         """
         if not self._lives:
-            return self._take_ended()
-        began_s, ticket = self.log.clock.now(), self.cache.open()
-        plan = self.batcher.plan(ticket)
-        self._record(plan)
-        for request in plan.stuck:
-            said = f"the cache of {self.sizes.num_pages} pages has no page left for the next token"
-            life = self._lives[request.id]
-            self._ended.append(self._end(life, FinishReason.ERROR, f"{said} (change it with EngineConfig.num_pages)"))
-        if plan.slices:
-            self._ended += self._run(plan.slices, ticket, began_s)
-        elif not plan.stuck:
-            raise EngineStuck(f"{len(self._lives)} requests are unfinished, and the plan has no slice for any of them")
+            return self.take_ended()
+        began_s = self.log.clock.now()
+        with self.cache.open() as ticket:
+            plan = self.batcher.plan(ticket)
+            self._record(plan)
+            for request in plan.stuck:
+                said = f"the cache of {self.sizes.num_pages} pages has no page left for the next token"
+                error = f"{said} (change it with EngineConfig.num_pages)"
+                self._ended.append(self._end(self._lives[request.id], FinishReason.ERROR, error))
+            if plan.slices:
+                self._ended += self._run(plan.slices, ticket, began_s)
+            elif not plan.stuck:
+                raise EngineStuck(f"{len(self._lives)} requests are unfinished, and the plan has no slice for any")
         if self.config.check:
             self.check()
-        return self._take_ended()
+        return self.take_ended()
 
-    def _take_ended(self) -> list[Progress]:
-        """What is to be reported. Changes: it is not any more."""
+    def take_ended(self) -> list[Progress]:
+        """What the next step would report beside what it does: who was aborted. Changes: it is not reported again."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -171,7 +174,7 @@ class Engine:
             self.cache.states.expect(self.cache.slot_of.get(request.id, -1), request.num_computed)
         held = {*self.cache.tables, *self.cache.slot_of} - {*self.batcher.running}
         if held:
-            raise EngineStuck(f"requests {sorted(held, key=str)} hold pages or states, and do not run")
+            raise PageError(f"requests {sorted(held, key=str)} hold pages or states, and do not run")
 
     def _record(self, plan: Plan) -> None:
         """Write down who was put back and who was let in. Changes: the log, the status of those let in."""
@@ -192,13 +195,10 @@ class Engine:
 
     def _run_and_commit(self, slices: list[Slice], ticket: Ticket, began_s: float) -> list[Progress]:
         """The step itself, in the middle of which requests may be aborted. Changes: as `step`."""
-        try:
-            logits = self._forward(slices, ticket)
-            cost_s = None if self._cost is None else self._cost([(piece.start, piece.stop) for piece in slices])
-            chosen = choose_tokens(slices, logits, lambda request: self._still_here(self._lives[request.id].riders))
-        except BaseException:
-            ticket.undo()
-            raise
+        logits = self._forward(slices, ticket)
+        cost_s = None if self._cost is None else self._cost([(piece.start, piece.stop) for piece in slices])
+        self._gone = frozenset(self._leaving)  # who leaves later still gets this step's token
+        chosen = choose_tokens(slices, logits, lambda request: self._still_here(self._lives[request.id].riders))
         if cost_s is not None:
             self.log.clock.advance(cost_s)
         number, self._num_steps = self._num_steps, self._num_steps + 1
@@ -208,7 +208,7 @@ class Engine:
         ))  # fmt: skip
         self.log.record(EventKind.STEP, step=number, start_s=began_s, duration_s=self.log.clock.now() - began_s,
                         num_rows=len(slices), num_tokens=num_tokens, num_padded=0)  # fmt: skip
-        known = (p.request.id for p in slices if chosen.tokens.get(p.request.id) and p.request.id not in self._leaving)
+        known = (p.request.id for p in slices if chosen.tokens.get(p.request.id) and p.request.id not in self._gone)
         self.log.record_all(EventKind.TOKENS, ((request_id, {"count": 1}) for request_id in known))
         return [one for piece in slices for one in self._commit(piece, ticket, chosen)]
 
@@ -223,7 +223,7 @@ class Engine:
         """Move one request's counts, pages, state and text on by its slice. Changes: as `step`."""
         request, life = piece.request, self._lives[piece.request.id]
         error = chosen.errors.get(request.id)
-        if error is not None or request.id in self._leaving:
+        if error is not None or request.id in self._gone:
             ticket.abandon(request)
             return [self._end(life, FinishReason.ERROR if error else FinishReason.ABORT, error)]
         family = chosen.tokens.get(request.id, [])
@@ -257,7 +257,7 @@ class Engine:
         if self.memory is not None:
             self.memory.copy(fork)
         rider.status, rider.prompt_logprobs = Status.RUNNING, request.prompt_logprobs
-        self.log.record(EventKind.ADMITTED, rider.id, cached_tokens=0)
+        self.log.record(EventKind.ADMITTED, rider.id, cached_tokens=request.num_computed)
         return True
 
     def _give(self, life: Life, sampled: Sampled) -> list[Progress]:
@@ -271,12 +271,12 @@ class Engine:
         """The riders that have not ended meanwhile."""
         if not riders:
             return riders
-        here = [(rider, self._lives.get(rider.id)) for rider in riders if rider.id not in self._leaving]
+        here = [(rider, self._lives.get(rider.id)) for rider in riders if rider.id not in self._gone]
         return [rider for rider, life in here if life and life.request is rider]
 
     def _end_leaving(self) -> None:
         """End those who were aborted; the next step reports it. Changes: as `abort`."""
-        leaving, self._leaving = [name for name in self._leaving if name in self._lives], {}
+        leaving, self._leaving, self._gone = [name for name in self._leaving if name in self._lives], {}, frozenset()
         self._ended += [self._end(self._lives[request_id], FinishReason.ABORT) for request_id in leaving]
 
     def _end(self, life: Life, reason: FinishReason, error: str | None = None) -> Progress:

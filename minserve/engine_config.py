@@ -122,6 +122,7 @@ def size_caches(config: EngineConfig, model: ModelConfig) -> CacheSizes:
         longest = pages_needed(config.max_context or model.max_position_embeddings, config.page_size)
         num_pages = min(left // page_bytes if page_bytes else longest, longest * max(1, num_states))
     if num_states < 1 or num_pages < 1:
-        least = 4 * per_state + page_bytes
-        raise InvalidValue("cache_bytes", config.cache_bytes, f"at least {least}, for one request and one page")
+        least = max(4, num_states + num_rows) * per_state + page_bytes
+        limit = f"at least {least}, for {max(1, num_states)} states and one page"
+        raise InvalidValue("cache_bytes", config.cache_bytes, limit, "EngineConfig.cache_bytes or num_states")
     return CacheSizes(num_pages, config.page_size, page_bytes, num_states, num_rows, per_state)

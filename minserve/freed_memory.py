@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 2**30
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES, _LARGEST_EVERYWHERE = 2**30, 2**25
 
 
 def keep_freed_memory() -> bool:
@@ -21,4 +22,6 @@ def keep_freed_memory() -> bool:
         set_option = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return False
-    return all(set_option(option, _KEPT_BYTES) == 1 for option in (_TRIM_THRESHOLD, _MMAP_THRESHOLD))
+    # The one that an older glibc refuses comes first: once either is set, none of the two adapts by itself any more.
+    is_mapped = any(set_option(_MMAP_THRESHOLD, size) == 1 for size in (_KEPT_BYTES, _LARGEST_EVERYWHERE))
+    return is_mapped and set_option(_TRIM_THRESHOLD, _KEPT_BYTES) == 1

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from minserve.clock import RealClock
-from minserve.engine import Engine
+from minserve.engine import Engine, EngineStuck
 from minserve.engine_config import EngineConfig
 from minserve.errors import InvalidValue, MissingRequirement
-from minserve.events import EventLog
+from minserve.events import EventKind, EventLog
 from minserve.freed_memory import keep_freed_memory
 from minserve.metrics import metrics_of
 from minserve.model.hybrid_lm import HybridLM
@@ -139,17 +139,18 @@ class LLM:
         Steps serve everybody: what they bring to the requests of other iterators is kept for these.
         Changes: the engine, the requests.
         """
-        mine = {request.id: _Transcript(request) for request in requests}
+        mine, added = {request.id: _Transcript(request) for request in requests}, []
         self._unread |= {request_id: deque() for request_id in mine}
         try:
             for first, *riders in families:
                 self.engine.add(first, riders)
+                added += [first, *riders]
             while mine:
                 ready = [i for i in mine if self._unread[i]]
                 if not ready:
-                    for progress in self.engine.step():
-                        if progress.request.id in self._unread:
-                            self._unread[progress.request.id].append(progress)
+                    self._deliver(self.engine.step())
+                    if not (self.engine.has_work or any(self._unread[i] for i in mine)):
+                        raise EngineStuck("steps taken by hand brought this request's tokens to somebody else")
                 for request_id in ready:
                     progress = self._unread[request_id].popleft()
                     piece = self._piece(mine[request_id], progress)
@@ -157,9 +158,17 @@ class LLM:
                         del mine[request_id]
                     yield progress.request, piece
         finally:
-            for request in requests:
+            for request in added:
                 self.engine.abort(request.id)
+            for request in requests:
                 del self._unread[request.id]
+            self._deliver(self.engine.take_ended())
+
+    def _deliver(self, steps: list[Progress]) -> None:
+        """Keep for each reader what a step brought. Changes: what is unread."""
+        for progress in steps:
+            if progress.request.id in self._unread:
+                self._unread[progress.request.id].append(progress)
 
     def _piece(self, transcript: _Transcript, progress: Progress) -> Piece:
         """A request's progress as its reader gets it. Changes: the transcript."""
@@ -174,13 +183,15 @@ class LLM:
         metrics = metrics_of(self.log, request.id)
         timings = Timings(**{field.name: getattr(metrics, field.name) for field in fields(Timings)})
         scores = request.prompt_logprobs
+        admitted = [event for event in self.log.of(request.id) if event.kind is EventKind.ADMITTED]
+        cached_tokens = admitted[-1].data["cached_tokens"] if admitted else 0
         return Output(
             text="".join(transcript.text),
             token_ids=tuple(request.output_ids),
             finish_reason=request.finish_reason,
             logprobs=None if request.params.logprobs is None else tuple(transcript.logprobs),
             prompt_logprobs=None if scores is None else tuple(scores),
-            usage=Usage(prompt_tokens=len(request.prompt_ids), completion_tokens=len(request.output_ids)),
+            usage=Usage(len(request.prompt_ids), cached_tokens, len(request.output_ids)),
             timings=timings,
             index=request.index,
             error=error,

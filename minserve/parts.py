@@ -74,9 +74,9 @@ class Standing:
 class PlannedBatcher(Batcher):
     """A batcher whose slices a function of the reader chooses.
 
-    Where the function leaves out a decoding row, or everybody, pages are short, and the library's own plan is used for
-    this step: it knows whom to put back. It also asks for one token's room more before it lets a request in; one for
-    which there is none waits.
+    Where the function leaves out a decoding row with budget left, or everybody, pages are short, and the library's own
+    plan is used for this step: it knows whom to put back. It also asks for one token's room more before it lets a
+    request in; one for which there is none waits.
 
     Arguments:
         choose: (running, waiting, batch_tokens, max_running, free_pages, page_size) -> (id, start, stop, phase) of each
@@ -95,20 +95,27 @@ class PlannedBatcher(Batcher):
         limits = (self.batch_tokens, self.max_running, room.free_pages, room.page_size)
         chosen = self._choose(running, waiting, *limits)
         decoding = {request.id for request, phase in self.running.values() if phase is Phase.DECODE}
-        if self.running and not chosen or decoding - {request_id for request_id, *_ in chosen}:
+        names, spent = [request_id for request_id, *_ in chosen], sum(stop - start for _, start, stop, _ in chosen)
+        if self.running and not chosen or (decoding - set(names) and spent < self.batch_tokens):
             return super().plan(room)
-        plan, spent = Plan(), 0
+        if len(set(names)) < len(names):
+            raise BatcherError(f"plan names a request twice: {names}")
+        if spent > self.batch_tokens:
+            raise BatcherError(f"plan has {spent} tokens in all; batch_tokens is {self.batch_tokens}")
+        plan, is_full = Plan(), False
+        for request_id, start, stop, phase in chosen:
+            request = self._find(request_id)
+            if phase != "refused" and not request.num_computed == start < stop <= request.num_committed:
+                said = f"from {request.num_computed} to {request.num_committed} at most"
+                raise BatcherError(f"plan has tokens {start} to {stop} of request {request_id!r}; it may have {said}")
         for request_id, start, stop, phase in chosen:
             request = self._find(request_id)
             if phase == "refused":
                 plan.stuck.append(request)
                 continue
-            spent += stop - start
-            if start != request.num_computed or not start < stop <= request.num_committed or spent > self.batch_tokens:
-                said = f"from {request.num_computed} to {request.num_committed} at most, {self.batch_tokens} in all"
-                raise BatcherError(f"plan has tokens {start} to {stop} of request {request_id!r}; it may have {said}")
-            if not self._let_in(request, room, plan):
-                break
+            is_full = is_full or not self._let_in(request, room, plan)
+            if request_id not in self.running:
+                continue
             if not room.grow(request, stop):
                 raise BatcherError(f"plan has request {request_id!r} run to {stop}, and there are no pages for that")
             plan.slices.append(Slice(request, start, stop, self.running[request_id][1]))

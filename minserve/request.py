@@ -18,7 +18,9 @@ from enum import StrEnum
 from minserve.errors import InvalidValue, PromptTooLong
 from minserve.sampling_params import NUM_SEEDS, SamplingParams, as_ids
 
-__all__ = ["FinishReason", "Output", "Request", "SamplingParams", "Status", "Timings", "Usage", "check_prompt"]
+__all__ = [
+    "FinishReason", "Output", "Request", "SamplingParams", "Status", "Timings", "Usage", "check_prompt", "max_computed",
+]  # fmt: skip
 
 
 class FinishReason(StrEnum):
@@ -188,8 +190,8 @@ class Request:
 
     @property
     def max_computed(self) -> int:
-        """Tokens that will have been computed in the end, at most: nothing follows the last one, so it is not run."""
-        return len(self.prompt_ids) + max(0, self.params.max_tokens - 1)
+        """Tokens that will have been computed in the end, at most."""
+        return max_computed(self.prompt_ids, self.params)
 
     @property
     def priority(self) -> int:
@@ -226,6 +228,15 @@ class Request:
     def finish(self, reason: FinishReason) -> None:
         """End here; the first reason stands. Changes: status, finish_reason."""
         self.status, self.finish_reason = Status.FINISHED, self.finish_reason or reason
+
+
+def max_computed(prompt_ids: Sequence[int], params: SamplingParams) -> int:
+    """Tokens that will be computed for a prompt, at most: nothing follows the last one, so it is not run.
+
+    >>> max_computed([5, 6, 7], SamplingParams(max_tokens=2))
+    4
+    """
+    return len(prompt_ids) + max(0, params.max_tokens - 1)
 
 
 def check_prompt(prompt_ids: Sequence[int], params: SamplingParams, vocab_size: int, max_context: int) -> None:

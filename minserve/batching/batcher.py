@@ -7,8 +7,8 @@ instead of in front of them. Yu et al., Orca (OSDI 2022), iteration-level schedu
 (arXiv 2403.02310), chunked prefill beside decodes.
 
 When pages run out, the request that was let in last gives its pages back and is computed again later. It returns only
-once somebody has left, so two requests never take pages from each other in turn; and the one let in first is never
-asked, so somebody always gets done.
+once somebody has left, so two requests never take pages from each other in turn; and the one let in first (of those
+with the highest priority, if that is the policy) is never asked, so somebody always gets done.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class BookkeepingResult:
         num_running: decode rows of each step.
         context_tokens: of each request at the end.
         step_ms: the whole step.
-        before_ms: until the model would run and the step is written down: planning, taking pages and states, packing.
-        after_ms: from there on: choosing, stops and text, committing, writing down the tokens.
+        before_ms: until the step is written down: planning, pages and states, packing, choosing, writing its slices.
+        after_ms: from there on: writing down the tokens, committing, stops and text.
     """
 
     num_pages: int
@@ -127,7 +127,7 @@ def table(results: Sequence[BookkeepingResult]) -> str:
             f"{r.num_pages:9,} {r.pages_held:8,} {r.context_tokens:8,}  "
             f"{r.step_ms:8.2f} {r.before_ms:8.2f} {r.after_ms:8.2f}"
         )
-    lines.append("before: plan, pages, states, packing; after: choose, stops, commit, log")
+    lines.append("before: plan, pages, states, packing, slices; after: tokens, commit, stops, text")
     return "\n".join(lines)
 
 

@@ -135,7 +135,7 @@ def bench_serving(
         rounds: each contender runs once per round, in turn, after one uncounted round.
         against: None or "transformers".
         config: the engine's; its dtype is everybody's.
-    Errors: InvalidValue or PromptTooLong before anything runs, MissingRequirement without the peer's package.
+    Errors: InvalidValue or PromptTooLong, MissingRequirement without the peer's package.
     """
     folder, config = Path(path) if path else shipped_checkpoint(), config or EngineConfig()
     workload = bench_workload(num_requests, prompt_tokens, output_tokens, load_tokenizer(folder))

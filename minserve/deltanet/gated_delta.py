@@ -62,7 +62,7 @@ def gated_delta_chunked(
     g: Float[Tensor, "batch tokens value_heads"],
     beta: Float[Tensor, "batch tokens value_heads"],
     state: Float[Tensor, "batch value_heads key_dim value_dim"],
-    chunk: int = 64,
+    chunk: int = 32,
 ) -> tuple[Float[Tensor, "batch tokens value_heads value_dim"], Float[Tensor, "batch value_heads key_dim value_dim"]]:
     """Run the rule a chunk of tokens at a time; same arguments and results as `gated_delta_recurrent`.
 

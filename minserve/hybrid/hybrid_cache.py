@@ -69,7 +69,7 @@ class HybridCache:
 
     def commit(self, ticket: Ticket, request: Request) -> None:
         """Make what the ticket holds for a request its own, after `request.commit`. Changes: this cache, the ticket."""
-        slot = ticket.state_write.pop(request.id)
+        slot = ticket.settle(request)
         self.states.stamp(slot, request.num_computed)
         old = self.slot_of.get(request.id)
         self.slot_of[request.id] = slot
@@ -79,8 +79,8 @@ class HybridCache:
     def fork(self, request: Request, child: Request) -> Fork | None:
         """Let a child go on from where a request stands, sharing its full pages.
 
-        The child has its tokens already, and `num_computed` as the request. Returns what is to be copied; None, and no
-        change, when there is no page or no slot. Changes: this cache.
+        The child's counts are the caller's to move afterwards. Returns what is to be copied; None, and no change, when
+        there is no page or no slot. Changes: this cache.
         """
         slot = self.states.take()
         forked = None if slot is None else self.tables[request.id].fork(request.num_computed)

@@ -78,8 +78,7 @@ class Ticket:
 
     def preempt(self, request: Request) -> None:
         """Take back all that a request holds, in this step and from before; it starts again. Changes: the cache."""
-        self._drop(request)
-        self._cache.release(request)
+        self.abandon(request)
         request.restart()
 
     def state_read(self, request: Request) -> int:
@@ -91,12 +90,27 @@ class Ticket:
         self._cache.states.expect(slot, request.num_computed)
         return slot
 
+    def settle(self, request: Request) -> int:
+        """Leave to a request what this step took for it, and return its slot. Changes: the ticket."""
+        self._room_before.pop(request.id, None)
+        return self.state_write.pop(request.id)
+
+    def __enter__(self) -> Ticket:
+        """The ticket itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        """Undo what is not settled, where the step did not come to its end. Changes: the cache."""
+        if kind is not None:
+            self.undo()
+
     def undo(self) -> None:
         """Give back all that this step took; who was let in holds nothing, and is still let in. Changes: the cache."""
         for slot in self.state_write.values():
             self._cache.states.release(slot)
         for request_id, before in self._room_before.items():
-            self._cache.tables[request_id].shrink(before)
+            if request_id in self._cache.tables:  # who left meanwhile has given all pages back
+                self._cache.tables[request_id].shrink(before)
         self.state_write.clear()
         self._room_before.clear()
 

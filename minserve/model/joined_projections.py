@@ -38,7 +38,7 @@ class JoinedProjections:
 
     def __call__(self, x: Float[Tensor, "tokens hidden"]) -> Sequence[Float[Tensor, "tokens width"]]:
         """Every projection of x, in order."""
-        if self._side_by_side is None or not self._still_joined():
+        if self._side_by_side is None or torch.is_grad_enabled() or not self._still_joined():  # a copy has no gradient
             return [F.linear(x, linear.weight) for linear in self.linears]
         return torch.split_with_sizes(F.linear(x, self._side_by_side), self.widths, dim=-1)
 

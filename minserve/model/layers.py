@@ -48,7 +48,7 @@ def l2_normalize(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
 
 
 def _shorten(x: Float[Tensor, "*rows dim"], eps: float, share: int) -> Float[Tensor, "*rows dim"]:
-    """x / sqrt(|x|^2 / share + eps) along the last axis, in four calls."""
+    """x / sqrt(|x|^2 / share + eps) along the last axis, in few calls."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x * torch.addcmul(x.new_full((), eps), length, length, value=1 / share).rsqrt()
 

@@ -139,7 +139,7 @@ def replay(
     end_s, start_s, num_lines = max(race.loop.duration_s, race.engine.duration_s), clock.now(), 0
     while True:
         time_s = (clock.now() - start_s) * speed
-        lines = frame(race, min(time_s, end_s), width)
+        lines = frame(race, time_s if time_s < end_s else math.inf, width)  # the last words come after the last end
         back = f"\x1b[{num_lines}A" if num_lines else ""
         out.write(back + "".join(f"\x1b[2K{line}\n" for line in lines))
         out.flush()

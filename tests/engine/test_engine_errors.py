@@ -18,6 +18,7 @@ from small_engine import (
     scripted_tokens,
 )
 
+from minserve.batching.batcher import Phase, Slice
 from minserve.choosing import choose_tokens
 from minserve.events import EventKind
 from minserve.request import FinishReason
@@ -241,3 +242,15 @@ def test_logits_that_overflow_under_a_penalty_end_one_request(size, temperature)
     check_story(engine, [bad, other], run_all(engine))
     assert other.finish_reason is FinishReason.LENGTH and len(other.output_ids) == 4
     check_idle(engine)
+
+
+@pytest.mark.parametrize("bad_first", [True, False])
+def test_a_poisoned_row_beside_a_family_is_nobody_elses(bad_first):
+    alone_, branches = ask("bad", 3), family("f", 3, 2)
+    rows = {"bad": torch.full((1, 264), math.nan), "f0": torch.zeros(1, 264)}
+    names = ["bad", branches[0].id] if bad_first else [branches[0].id, "bad"]
+    requests = {"bad": alone_, branches[0].id: branches[0]}
+    slices = [Slice(requests[name], 0, 3, Phase.PREFILL) for name in names]
+    logits = torch.cat([rows["bad" if name == "bad" else "f0"] for name in names])
+    chosen = choose_tokens(slices, logits, lambda request: branches[1:] if request is branches[0] else [])
+    assert list(chosen.errors) == ["bad"] and len(chosen.tokens[branches[0].id]) == 2

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from minserve import LLM, EngineConfig, SamplingParams
+from minserve.engine import EngineStuck
 from minserve.errors import CheckpointError, InvalidValue, MissingRequirement, PromptTooLong
 from minserve.events import EventKind
 from minserve.metrics import request_metrics
 from minserve.model.naive import NaiveMemory
 from minserve.model.step import Step
+from minserve.request import Request
 
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True)
 
@@ -126,6 +128,26 @@ def test_whatever_is_left_of_a_stream_is_aborted(llm, pieces):
     assert len(metrics) == (3 if pieces else 0)
     assert all(m.finish_reason in ("length", "abort") for m in metrics.values())
     assert sum(m.finish_reason == "abort" for m in metrics.values()) == {0: 0, 1: 3, 15: 3}[pieces]
+
+
+def test_steps_by_hand_and_requests_by_hand_harm_no_reader(llm):
+    llm.engine.add(Request(0, list(b"abc"), SamplingParams(max_tokens=3, seed=1, ignore_eos=True)))
+    with pytest.raises(InvalidValue, match="request.id is 0"):
+        llm.generate("abc", SAMPLED)
+    assert llm.engine.has_work  # the one added by hand is still served
+    while llm.engine.has_work:
+        llm.engine.step()
+    stream = llm.stream("abc", SAMPLED)
+    next(stream)
+    while llm.engine.has_work:
+        llm.engine.step()
+    with pytest.raises(EngineStuck, match="by hand"):
+        list(stream)
+
+
+def test_a_fork_is_told_how_much_it_did_not_compute(llm):
+    outputs = llm.generate("abcdef", replace(SAMPLED, n=3))
+    assert [output.usage.cached_tokens for output in outputs] == [0, 6, 6]
 
 
 def test_prompts_may_be_arrays_and_nothing_else_that_is_odd(llm):

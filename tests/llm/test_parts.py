@@ -57,8 +57,9 @@ def test_a_readers_plan_leaves_making_room_to_the_library(small_folder):
     [
         ([(99, 0, 1, "prefill")], "neither runs nor waits"),
         ([(0, 1, 2, "prefill")], "tokens 1 to 2 of request 0"),
-        ([(0, 0, 8, "prefill")], "7 in all"),
+        ([(0, 0, 8, "prefill")], "8 tokens in all; batch_tokens is 7"),
         ([(0, 0, 0, "prefill")], "tokens 0 to 0"),
+        ([(0, 0, 2, "prefill"), (0, 0, 2, "prefill")], "names a request twice"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused_by_name(small_folder, slices, said):
@@ -66,6 +67,16 @@ def test_a_plan_that_cannot_be_is_refused_by_name(small_folder, slices, said):
     with pytest.raises(BatcherError, match=said):
         llm.generate("def area(", PARAMS)
     assert not llm.engine.has_work and llm.engine.cache.allocator.num_free == CONFIG.num_pages
+
+
+def test_a_plan_that_fails_half_way_takes_nothing(small_folder):
+    llm = LLM(small_folder, config=CONFIG, parts=Parts(plan=lambda _, waiting, *limits: [
+        (waiting[0].id, 0, 2, "prefill"), (waiting[1].id, 1, 3, "prefill")
+    ]))  # fmt: skip
+    with pytest.raises(BatcherError, match="tokens 1 to 3"):
+        llm.generate(["def area(", "xyz"], PARAMS)
+    llm.engine.check()
+    assert not llm.engine.has_work and llm.engine.cache.states.num_free == llm.engine.cache.states.num_slots
 
 
 def test_a_plan_may_refuse_a_request(small_folder):

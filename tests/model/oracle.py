@@ -25,7 +25,7 @@ from minserve.model.hybrid_lm import HybridLM
 from minserve.model.naive import NaiveMemory
 from minserve.model.step import Step
 
-NUM_TOKENS = 132  # two whole delta-rule chunks of 64, and a rest
+NUM_TOKENS = 132  # whole delta-rule chunks, and a rest
 CHUNKS = range(1, 71)
 KINDS = {"dense": "qwen3_5", "moe": "qwen3_5_moe", "next": "qwen3_next"}
 CLASSES = {"dense": "Qwen3_5ForCausalLM", "moe": "Qwen3_5MoeForCausalLM", "next": "Qwen3NextForCausalLM"}
