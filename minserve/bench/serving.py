@@ -40,6 +40,8 @@ from minserve.tuning.workload import (
     with_prompts,
 )
 
+BATCH_TOKENS = 2048
+
 
 @dataclass(frozen=True)
 class Speeds:
@@ -77,13 +79,15 @@ class ServingResult:
 class ServingBench:
     """What was run, what came out, and each contender's log of the last round.
 
-    `prompt_tokens` and `output_tokens` are totals; `num_threads` are torch's.
+    `prompt_tokens` and `output_tokens` are totals; `batch_size` is a static batch's, `batch_tokens` a step of the
+    engine's; `num_threads` are torch's.
     """
 
     num_requests: int
     prompt_tokens: int
     output_tokens: int
     batch_size: int
+    batch_tokens: int
     rounds: int
     dtype: str
     num_threads: int
@@ -134,10 +138,11 @@ def bench_serving(
         batch_size: requests of a static batch, ours and the peer's; None puts all into one.
         rounds: each contender runs once per round, in turn, after one uncounted round.
         against: None or "transformers".
-        config: the engine's; its dtype is everybody's.
+        config: the engine's; its dtype is everybody's. None lets a step have BATCH_TOKENS: all requests come at once
+            here, as a static batch has them, and nobody is reading yet whom a long step would hold up.
     Errors: InvalidValue or PromptTooLong, MissingRequirement without the peer's package.
     """
-    folder, config = Path(path) if path else shipped_checkpoint(), config or EngineConfig()
+    folder, config = Path(path) if path else shipped_checkpoint(), config or EngineConfig(batch_tokens=BATCH_TOKENS)
     workload = bench_workload(num_requests, prompt_tokens, output_tokens, load_tokenizer(folder))
     batch_size = num_requests if batch_size is None else batch_size
     if batch_size < 1:
@@ -154,7 +159,7 @@ def bench_serving(
     peers = [name for name in ("naive", against) if name is not None]
     return ServingBench(
         num_requests, sum(a.prompt_tokens for a in workload), sum(a.output_tokens for a in workload), batch_size,
-        rounds, config.dtype, torch.get_num_threads(),
+        config.batch_tokens, rounds, config.dtype, torch.get_num_threads(),
         tuple(_result(name, speeds, peers, logs[name], tokens) for name in serves), logs,
     )  # fmt: skip
 
@@ -212,7 +217,8 @@ def table(bench: ServingBench) -> str:
     lines = [
         f"{bench.num_requests} requests at once, {bench.prompt_tokens:,} prompt tokens, {bench.output_tokens:,} output "
         f"tokens; {bench.dtype}, {bench.num_threads} threads",
-        f"static batches of {bench.batch_size}; medians of {bench.rounds} rounds",
+        f"static batches of {bench.batch_size}; steps of the engine up to {bench.batch_tokens:,} tokens; "
+        f"medians of {bench.rounds} rounds",
         "",
         f"{'':12} {'tokens/s':>8}{over}  {'prefill/s':>9} {'decode/s':>8}  {'TTFT p50':>8} {'p99':>7}  "
         f"{'steps':>5} {'padded':>6}",
