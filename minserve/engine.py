@@ -19,6 +19,7 @@ from torch import Tensor
 
 from minserve.batching.batcher import Phase, Plan, Slice
 from minserve.choosing import Chosen, choose_tokens
+from minserve.deltanet.state_pool import EMPTY
 from minserve.engine_config import EngineConfig, size_caches
 from minserve.errors import InvalidValue, MinserveError, PromptTooLong
 from minserve.events import EventKind, EventLog
@@ -154,7 +155,7 @@ class Engine:
                 error = f"{said} (change it with EngineConfig.num_pages)"
                 self._ended.append(self._end(self._lives[request.id], FinishReason.ERROR, error))
             if plan.slices:
-                self._ended += self._run(plan.slices, ticket, began_s)
+                self._run(plan.slices, ticket, began_s)
             elif not plan.stuck:
                 raise EngineStuck(f"{len(self._lives)} requests are unfinished, and the plan has no slice for any")
         if self.config.check:
@@ -171,7 +172,7 @@ class Engine:
         self.batcher.check()
         self.cache.check()
         for request, _ in self.batcher.running.values():
-            self.cache.states.expect(self.cache.slot_of.get(request.id, -1), request.num_computed)
+            self.cache.states.expect(self.cache.slot_of.get(request.id, EMPTY), request.num_computed)
         held = {*self.cache.tables, *self.cache.slot_of} - {*self.batcher.running}
         if held:
             raise PageError(f"requests {sorted(held, key=str)} hold pages or states, and do not run")
@@ -184,11 +185,11 @@ class Engine:
             request.status = Status.RUNNING
             self.log.record(EventKind.ADMITTED, request.id, cached_tokens=0)
 
-    def _run(self, slices: list[Slice], ticket: Ticket, began_s: float) -> list[Progress]:
-        """Run the slices and commit what came out of it. Changes: as `step`."""
+    def _run(self, slices: list[Slice], ticket: Ticket, began_s: float) -> None:
+        """Run the slices, commit what came out of it, then end who left meanwhile. Changes: as `step`."""
         self._running_step = True
         try:
-            return self._run_and_commit(slices, ticket, began_s)
+            self._ended += self._run_and_commit(slices, ticket, began_s)
         finally:
             self._running_step = False
             self._end_leaving()

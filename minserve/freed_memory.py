@@ -1,7 +1,7 @@
 """Let the C library keep the memory that a step frees, for the next step to use.
 
 A step on a CPU makes and drops hundreds of tensors of a few megabytes. glibc hands blocks of that size back to the
-system, which clears them page by page when they are asked for again: the same ten blocks, twenty times a second. On a
+system, which clears them page by page when they are asked for again, in the next layer and in the next step. On a
 GPU torch's own allocator keeps what is freed; on a CPU it leaves that to the C library.
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib.resources import files
 from numbers import Integral
 from pathlib import Path
@@ -17,11 +17,11 @@ from minserve.engine_config import EngineConfig
 from minserve.errors import InvalidValue, MissingRequirement
 from minserve.events import EventKind, EventLog
 from minserve.freed_memory import keep_freed_memory
-from minserve.metrics import metrics_of
+from minserve.metrics import timings_of
 from minserve.model.hybrid_lm import HybridLM
 from minserve.model.tokenizer import load_tokenizer
 from minserve.parts import Parts
-from minserve.request import Output, Request, SamplingParams, Timings, Usage
+from minserve.request import Output, Request, SamplingParams, Usage
 from minserve.request_life import Progress
 from minserve.sampling import request_seed
 
@@ -180,8 +180,6 @@ class LLM:
 
     def _output(self, request: Request, transcript: _Transcript, error: str | None) -> Output:
         """What the caller gets, its times read from the log."""
-        metrics = metrics_of(self.log, request.id)
-        timings = Timings(**{field.name: getattr(metrics, field.name) for field in fields(Timings)})
         scores = request.prompt_logprobs
         admitted = [event for event in self.log.of(request.id) if event.kind is EventKind.ADMITTED]
         cached_tokens = admitted[-1].data["cached_tokens"] if admitted else 0
@@ -192,7 +190,7 @@ class LLM:
             logprobs=None if request.params.logprobs is None else tuple(transcript.logprobs),
             prompt_logprobs=None if scores is None else tuple(scores),
             usage=Usage(len(request.prompt_ids), cached_tokens, len(request.output_ids)),
-            timings=timings,
+            timings=timings_of(self.log, request.id),
             index=request.index,
             error=error,
         )

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from minserve.errors import InvalidValue
 from minserve.events import Event, EventKind, EventLog, MalformedLog
+from minserve.request import Timings
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,12 @@ def metrics_of(log: EventLog, request_id: int | str) -> RequestMetrics:
         completion_tokens=num_tokens,
         finish_reason=end.data["reason"] if end else None,
     )
+
+
+def timings_of(log: EventLog, request_id: int | str) -> Timings:
+    """The part of one request's times that its output carries; errors as `request_metrics`."""
+    metrics = metrics_of(log, request_id)
+    return Timings(**{field.name: getattr(metrics, field.name) for field in fields(Timings)})
 
 
 def _check_life(request_id: int | str, events: Sequence[Event]) -> None:

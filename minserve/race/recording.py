@@ -7,7 +7,7 @@ recorded, on its own clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,11 +20,11 @@ from minserve.errors import InvalidValue
 from minserve.events import EventLog
 from minserve.freed_memory import keep_freed_memory
 from minserve.llm import shipped_checkpoint
-from minserve.metrics import metrics_of
+from minserve.metrics import timings_of
 from minserve.model.hybrid_lm import HybridLM
 from minserve.model.tokenizer import load_tokenizer
 from minserve.paging.page_table import pages_needed
-from minserve.request import Output, Request, SamplingParams, Timings, Usage, check_prompt
+from minserve.request import Output, Request, SamplingParams, Usage, check_prompt
 
 # Seven prompts, each with its share of the longest output: requests end one by one, and others get their pages.
 PROMPTS = (
@@ -169,9 +169,8 @@ def _record(
         said.append((log.clock.now(), one.request.id, one.text, len(one.token_ids)))
     outputs = []
     for request in requests:
-        metrics = metrics_of(log, request.id)
         text = "".join(text for _, request_id, text, _ in said if request_id == request.id)
-        timings = Timings(**{field.name: getattr(metrics, field.name) for field in fields(Timings)})
+        timings = timings_of(log, request.id)
         usage = Usage(prompt_tokens=len(request.prompt_ids), completion_tokens=len(request.output_ids))
         outputs.append(Output(text, tuple(request.output_ids), request.finish_reason, usage=usage, timings=timings))
     start_s = max(output.timings.arrived for output in outputs)

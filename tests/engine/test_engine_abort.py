@@ -3,6 +3,7 @@
 import pytest
 from small_engine import STEP_S, Scripted, ask, check_idle, check_story, family, make_engine, run_all, scripted_tokens
 
+from minserve.clock import VirtualClock
 from minserve.events import EventKind
 from minserve.request import FinishReason
 
@@ -227,3 +228,33 @@ def test_aborts_in_one_step_are_ends_in_their_order():
         engine.add(ask(number, 3, 2))
     run_all(engine)
     assert [event.request_id for event in engine.log if event.data.get("reason") == "abort"] == order
+
+
+class Aborting(VirtualClock):
+    """A clock that has a client leave at its n-th look after the model ran, in the middle of the commit."""
+
+    engine, names, looks = None, (), None
+
+    def now(self):
+        if self.looks is not None:
+            self.looks -= 1
+            if self.looks == 0:
+                for name in self.names:
+                    self.engine.abort(name)
+        return super().now()
+
+
+@pytest.mark.parametrize("looks", [1, 2, 3, 4])
+@pytest.mark.parametrize("names", [("v0",), ("v1",), ("v2",), ("v0", "v1", "v2")])
+def test_who_leaves_during_the_commit_gets_this_steps_token(looks, names):  # fault D8
+    engine, requests = make_engine(), family("v", 5, 3)
+    clock = engine.log.clock = Aborting()
+    clock.engine, clock.names = engine, names
+    engine.add(requests[0], requests[1:])
+    engine._cost = lambda rows: setattr(clock, "looks", looks) or STEP_S
+    progress = engine.step()
+    engine._cost = lambda rows: STEP_S
+    clock.looks = None
+    assert all(len(request.output_ids) == 1 for request in requests)
+    check_story(engine, requests, run_all(engine, progress))
+    check_idle(engine)

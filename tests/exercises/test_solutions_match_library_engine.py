@@ -16,6 +16,7 @@ from minserve.paging.page_table import PageAllocator, PageError, PageTable, page
 from minserve.paging.paged_attention import paged_attention
 from minserve.request import SamplingParams
 
+Room = load(ROOT / "tests" / "batching" / "counted_room.py").Room
 CH03, CH04 = (load(ROOT / "solutions" / f"{name}.py") for name in ("ch03_batching", "ch04_paging"))
 CHECKS = load(ROOT / "tests" / "exercises" / "test_ch04_paging.py")
 
@@ -29,40 +30,6 @@ def check_same(found, wanted):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-class CountedRoom:
-    """Pages that are only counted, each request's by its id."""
-
-    def __init__(self, num_pages, page_size):
-        self.num_pages, self.page_size, self.pages = num_pages, page_size, {}
-
-    @property
-    def free_pages(self):
-        return self.num_pages - sum(self.pages.values())
-
-    def pages_held(self, request):
-        return self.pages.get(request.id, 0)
-
-    def missing(self, request, stop):
-        return max(0, pages_needed(stop, self.page_size) - self.pages_held(request))
-
-    def admit(self, request, spare_pages):
-        if self.missing(request, request.num_committed + 1) + spare_pages > self.free_pages:
-            return None
-        self.pages[request.id] = 0
-        return 0
-
-    def grow(self, request, stop):
-        missing = self.missing(request, stop)
-        if missing > self.free_pages:
-            return False
-        self.pages[request.id] += missing
-        return True
-
-    def preempt(self, request):
-        del self.pages[request.id]
-        request.num_computed = 0
-
-
 def standing(request, phase, room):
     """A request of the library as the exercises see it."""
     num_pages = room.pages_held(request)
@@ -71,7 +38,7 @@ def standing(request, phase, room):
 
 def requests(num, seed):
     lengths = np.random.default_rng(seed).integers(1, 30, num).tolist()
-    return [SimpleNamespace(id=i, num_computed=0, num_committed=n, priority=0) for i, n in enumerate(lengths)]
+    return [SimpleNamespace(id=i, num_computed=0, num_committed=n, priority=0, cached=0) for i, n in enumerate(lengths)]
 
 
 def run(piece, batcher, outputs):
@@ -88,7 +55,7 @@ def run(piece, batcher, outputs):
 
 @pytest.mark.parametrize("batch_tokens, max_running, page_size", [(8, 3, 4), (16, 6, 1), (5, 2, 3), (64, 20, 16)])
 def test_plan_equals_the_batcher_while_there_are_pages(batch_tokens, max_running, page_size):
-    batcher, room = Batcher(batch_tokens, max_running), CountedRoom(10_000, page_size)
+    batcher, room = Batcher(batch_tokens, max_running), Room(10_000, page_size)
     outputs, num_steps = {i: 1 + 5 * i % 7 for i in range(20)}, 0
     for request in requests(20, seed=batch_tokens):
         batcher.add(request)
@@ -107,7 +74,7 @@ def test_plan_equals_the_batcher_while_there_are_pages(batch_tokens, max_running
 @pytest.mark.parametrize("num_running, num_free", [(2, 0), (3, 0), (3, 1), (4, 0), (4, 2)])
 def test_preempt_puts_back_whom_the_batcher_does(num_running, num_free):
     page_size = 2
-    room = CountedRoom(2 * num_running + num_free, page_size)
+    room = Room(2 * num_running + num_free, page_size)
     batcher = Batcher(32, num_running)
     for request in requests(num_running, seed=0):
         batcher.adopt(request, Phase.DECODE)
@@ -125,7 +92,7 @@ def test_preempt_puts_back_whom_the_batcher_does(num_running, num_free):
 
 
 def test_neither_puts_back_who_is_alone():  # fault D3
-    room, batcher = CountedRoom(2, 2), Batcher(8, 4)
+    room, batcher = Room(2, 2), Batcher(8, 4)
     (request,) = requests(1, seed=0)
     batcher.adopt(request, Phase.DECODE)
     request.num_computed, request.num_committed, room.pages[request.id] = 4, 5, 2

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from small_checkpoints import DENSE, SPARSE
 from torch import nn
 
 from minserve.model.hybrid_lm import HybridLM
@@ -11,7 +12,6 @@ from minserve.model.joined_projections import JoinedProjections, join_projection
 from minserve.model.memory import Memory
 from minserve.model.naive import NaiveMemory
 from minserve.model.step import Step
-from tests.model.small_checkpoints import DENSE, SPARSE
 
 
 def projections(*widths):
