@@ -131,7 +131,7 @@ class StepMemory:
         states.index_copy_(0, self._places.state_write, new)
         return out
 
-    def _of_rows(self, pool: Float[Tensor, slots *state]) -> Float[Tensor, rows *state]:
+    def _of_rows(self, pool: Float[Tensor, "slots ..."]) -> Float[Tensor, "rows ..."]:
         """The states that the rows continue from: zeros for a row that begins, whatever its slot number holds."""
         rows = pool.index_select(0, self._read)
         if len(self._begins):
