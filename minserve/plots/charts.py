@@ -1,13 +1,4 @@
-"""Every picture of the book, each one call: measured data in, a `Figure` out, its title the question that it answers.
-
-The house style (`plot_style.py`): colours that every kind of eye tells apart, in one order; a thing's name beside the
-thing where there is room; grey for what is only context; a unit on every axis. A figure is a value: nothing is shown or
-stored behind the caller's back, and a notebook shows the one that a cell ends on.
-
-The same in every function: `title` is the question, ending in "?"; labels say what an axis shows, with its unit; data
-are sequences, arrays or tensors; `log`, `log_x`, `log_y` make an axis logarithmic; `references` are values by name,
-each marked with a dashed line. Errors: InvalidValue where the title is no question or there is nothing to draw.
-"""
+"""Charts of any quantities, the timeline of a run, and the page map. See the package for what they have in common."""
 
 from __future__ import annotations
 
@@ -54,7 +45,7 @@ def lines(
         series: per name, its x and its y, of one length. NaN leaves a gap.
         points: names drawn as points alone: measurements, beside the line of a formula.
     """
-    figure, (ax,) = _figure(title, xlabel, ylabel)
+    figure, (ax,) = new_figure(title, xlabel, ylabel)
     names = []
     for name, (x, y), colour in style.coloured("series", series):
         x, y = style.vector(name, x), style.vector(name, y)
@@ -88,7 +79,7 @@ def bars(
     """
     groups = {name: v if isinstance(v, Mapping) else {"": v} for name, v in values.items()}
     parts = dict.fromkeys(part for group in groups.values() for part in group)
-    figure, (ax,) = _figure(title, xlabel, "", height=max(2.2, 1.2 + 0.3 * len(groups) * len(parts)), grid="x")
+    figure, (ax,) = new_figure(title, xlabel, "", height=max(2.2, 1.2 + 0.3 * len(groups) * len(parts)), grid="x")
     for place, (part, _, colour) in enumerate(style.coloured("values", parts)):
         shift = 0.8 * ((place + 0.5) / len(parts) - 0.5)
         rows = [row + shift for row, group in enumerate(groups.values()) if part in group]
@@ -114,7 +105,7 @@ def stacked_bars(
         stacks: per bar, its parts and their sizes, >= 0; a part that a bar lacks counts as 0.
         share: make every bar 100 per cent, for totals that differ by orders of magnitude.
     """
-    figure, (ax,) = _figure(title, xlabel, ylabel)
+    figure, (ax,) = new_figure(title, xlabel, ylabel)
     parts = dict.fromkeys(part for stack in stacks.values() for part in stack)
     sizes = np.array([[float(stack.get(part, 0)) for part in parts] for stack in stacks.values()])
     totals = sizes.sum(axis=-1, keepdims=True)
@@ -138,7 +129,7 @@ def distribution(title: str, samples: Mapping[str, Any], xlabel: str, *, log_x: 
 
     Arguments: samples, per name the measured values, at least one and none NaN, in any order.
     """
-    figure, (ax,) = _figure(title, xlabel, "share at or below (%)")
+    figure, (ax,) = new_figure(title, xlabel, "share at or below (%)")
     for name, values, colour in style.coloured("samples", samples):
         values = np.sort(style.vector(name, values))
         marks = [percentile(values, q) for q in (50, 99)]
@@ -163,7 +154,7 @@ def histogram(
         share: per cent of a name's values, for names with different numbers of values.
     """
     samples = samples if isinstance(samples, Mapping) else {"": samples}
-    figure, (ax,) = _figure(title, xlabel, ylabel)
+    figure, (ax,) = new_figure(title, xlabel, ylabel)
     named = {name: style.vector(name or "samples", values) for name, values in samples.items()}
     everything = style.vector("samples", np.concatenate([[], *named.values()]))
     if not np.isfinite(everything).all() or (log_x and everything.min() <= 0):
@@ -190,7 +181,7 @@ def timeline(title: str, logs: EventLog | Mapping[str, EventLog]) -> Figure:
     if not num_rows:
         raise InvalidValue("logs", logs, "at least one log, with at least one request in it")
     height = min(6.0, max(2.4, 1.4 + 0.17 * num_rows))
-    figure, axes = _figure(title, "time (s)", "request", height=height, num_columns=len(logs), grid="x")
+    figure, axes = new_figure(title, "time (s)", "request", height=height, num_columns=len(logs), grid="x")
     used = {}
     for ax, (name, log) in zip(axes, logs.items(), strict=True):
         life = dict(sorted(lives[name].items(), key=lambda item: item[1].arrived))
@@ -230,7 +221,7 @@ def heatmap(
     grid = np.asarray(values, dtype=np.float64)
     if grid.ndim != 2 or not np.isfinite(grid).any():
         raise InvalidValue("values", values, "[rows, columns], with at least one finite number")
-    figure, (ax,) = _figure(title, xlabel, ylabel, height=min(6.0, 1.7 + 0.3 * len(grid)), grid=None)
+    figure, (ax,) = new_figure(title, xlabel, ylabel, height=min(6.0, 1.7 + 0.3 * len(grid)), grid=None)
     reach = None if centre is None else np.nanmax(np.abs(grid - centre))
     low, high = (None, None) if centre is None else (centre - reach, centre + reach)
     image = ax.imshow(grid, cmap="Blues" if centre is None else "RdBu_r", vmin=low, vmax=high, aspect="auto")
@@ -267,7 +258,7 @@ def page_map(
     shades |= {owner: "#C4C4C4" for owner in owners if owner in quiet}
     number = {owner: i for i, owner in enumerate(shades)}
     grid = np.array([[number[owner] for owner in moment] for moment in moments]).T
-    figure, (ax,) = _figure(title, xlabel, ylabel, height=min(6.0, max(2.4, 1.3 + 0.14 * len(grid))), grid=None)
+    figure, (ax,) = new_figure(title, xlabel, ylabel, height=min(6.0, max(2.4, 1.3 + 0.14 * len(grid))), grid=None)
     ax.pcolormesh(grid, cmap=ListedColormap(list(shades.values())), vmax=len(shades), vmin=0, ec=style.FAINT, lw=0.4)
     for owner in owners:
         row = (grid == number[owner]).sum(axis=1).argmax()
@@ -279,7 +270,7 @@ def page_map(
     return figure
 
 
-def _figure(
+def new_figure(
     title: str, xlabel: str, ylabel: str, *, height: float = 3.5, num_columns: int = 1, grid: str | None = "y"
 ) -> tuple[Figure, Sequence[Axes]]:
     """An empty figure in the house style, with axes side by side that share both scales."""
