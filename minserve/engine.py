@@ -72,17 +72,15 @@ class Engine:
             raise InvalidValue("max_context", self.max_context, f"at most {limit}, the model's own limit")
         self.config, self.log, self.sizes = config, log, size_caches(config, model_config)
         self._model, self._model_config, self._cost, self._new_decoder = model, model_config, cost, new_decoder
-        size = self.sizes
-        self.batcher = parts.make_batcher(config.batch_tokens, min(config.max_running, size.num_states), config.policy)
-        self.cache = HybridCache(
-            size.num_pages, size.page_size, size.num_states, size.num_rows, parts.page_allocator(size.num_pages)
-        )
-        self.memory = None
+        max_running = min(config.max_running, self.sizes.num_states)
+        self.batcher = parts.make_batcher(config.batch_tokens, max_running, config.policy)
+        self.memory, has_tensors = None, {}
         if model is not None:
             weight = model.model.embed_tokens.weight
             implementation = parts.put_into(choose_implementation(config.impl))
-            self.memory = CacheMemory(model_config, size.num_pages, size.page_size, self.cache.states.num_slots,
-                                      implementation, weight.dtype, weight.device)  # fmt: skip
+            self.memory = CacheMemory(model_config, self.sizes, implementation, weight.dtype, weight.device)
+            has_tensors = {"copy_page": self.memory.copy_page}
+        self.cache = HybridCache(self.sizes, config.snapshot_every, config.prefix_cache, parts, **has_tensors)
         self._lives: dict[Hashable, Life] = {}
         self._num_steps, self._running_step = 0, False
         self._leaving: dict[Hashable, None] = {}
@@ -162,6 +160,10 @@ class Engine:
             self.check()
         return self.take_ended()
 
+    def weights_changed(self) -> None:
+        """Let requests to come find nothing that other weights computed; those that run go on. Changes: the cache."""
+        self.cache.prefixes.new_version()
+
     def take_ended(self) -> list[Progress]:
         """What the next step would report beside what it does: who was aborted. Changes: it is not reported again."""
         ended, self._ended = self._ended, []
@@ -173,7 +175,7 @@ class Engine:
         self.cache.check()
         for request, _ in self.batcher.running.values():
             self.cache.states.expect(self.cache.slot_of.get(request.id, EMPTY), request.num_computed)
-        held = {*self.cache.tables, *self.cache.slot_of} - {*self.batcher.running}
+        held = self.cache.holders - {*self.batcher.running}
         if held:
             raise PageError(f"requests {sorted(held, key=str)} hold pages or states, and do not run")
 
@@ -183,7 +185,7 @@ class Engine:
             self.log.record(EventKind.PREEMPTED, request.id, num_computed=num_computed)
         for request in plan.admitted:
             request.status = Status.RUNNING
-            self.log.record(EventKind.ADMITTED, request.id, cached_tokens=0)
+            self.log.record(EventKind.ADMITTED, request.id, cached_tokens=request.num_computed)
 
     def _run(self, slices: list[Slice], ticket: Ticket, began_s: float) -> None:
         """Run the slices, commit what came out of it, then end who left meanwhile. Changes: as `step`."""
@@ -225,11 +227,11 @@ class Engine:
         request, life = piece.request, self._lives[piece.request.id]
         error = chosen.errors.get(request.id)
         if error is not None or request.id in self._gone:
-            ticket.abandon(request)
+            ticket.abandon(request, keep=error is None)
             return [self._end(life, FinishReason.ERROR if error else FinishReason.ABORT, error)]
         family = chosen.tokens.get(request.id, [])
         request.commit(piece.stop, [family[0].token_id] if family else [])
-        self.cache.commit(ticket, request)
+        self.cache.commit(ticket, request, publish=piece.phase is Phase.PREFILL)
         if not family:
             done = request.num_computed == request.num_committed  # a prompt that was to be scored, and no more
             return [self._end(life, FinishReason.LENGTH)] if done else []
@@ -251,12 +253,9 @@ class Engine:
         """Let a rider go on from its request's prompt, if there is room. Changes: as `step`."""
         if not self.batcher.adopt(rider, Phase.DECODE):
             return False
-        fork = self.cache.fork(request, rider)
-        if fork is None:
+        if not self.cache.fork(request, rider):
             self.batcher.remove(rider)
             return False
-        if self.memory is not None:
-            self.memory.copy(fork)
         rider.status, rider.prompt_logprobs = Status.RUNNING, request.prompt_logprobs
         self.log.record(EventKind.ADMITTED, rider.id, cached_tokens=request.num_computed)
         return True
@@ -291,7 +290,7 @@ class Engine:
         request = life.request
         request.finish(reason)
         self.batcher.remove(request)
-        self.cache.release(request)
+        self.cache.release(request, keep=reason is not FinishReason.ERROR)
         del self._lives[request.id]
         self.log.record(EventKind.FINISHED, request.id, reason=str(request.finish_reason))
         left = self._still_here(life.riders)

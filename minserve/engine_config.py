@@ -14,7 +14,9 @@ from minserve.paging.page_table import pages_needed
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 IMPLS = ("torch", "triton")
-_COUNTS = ("max_context", "batch_tokens", "page_size", "num_pages", "cache_bytes", "num_states", "max_running")
+_COUNTS = ("max_context", "batch_tokens", "page_size", "num_pages", "cache_bytes", "num_states", "max_running",
+           "snapshot_every")  # fmt: skip
+MOST_STATES = 16  # per request that may run: more snapshots than that are not made room for unasked
 _OPTIONAL = ("max_context", "num_pages", "num_states")
 
 
@@ -31,10 +33,14 @@ class EngineConfig:
         max_running: requests let in at the same time, at most.
         page_size: tokens per page of the KV cache.
         num_pages: pages of the KV cache; None takes what `cache_bytes` leaves beside the states.
-        num_states: slots for the recurrent states of running requests; None takes one per request, as far as they fit
-            into half of `cache_bytes`. No more requests run than there are slots.
+        num_states: slots for recurrent states, of running requests and of snapshots for others; None takes what fits
+            into half of `cache_bytes`. No more requests run than there are slots, and they go before snapshots.
         cache_bytes: memory for pages and states together; of no effect where both numbers are given.
-        policy: who is let in next: "fcfs", the first; or "priority", the one with the highest SamplingParams.priority.
+        prefix_cache: whether requests with the same beginning and the same SamplingParams.cache_salt share it.
+        snapshot_every: tokens between two states of a request that are kept for others to start from; slices of a
+            prompt end there.
+        policy: who is let in next: "fcfs", the first; "priority", the one with the highest SamplingParams.priority; or
+            "longest_prefix", the one that can reuse the most tokens.
         seed: requests that bring no seed draw theirs from this one.
         check: check every invariant after each step; for tests, it takes time.
 
@@ -53,6 +59,8 @@ class EngineConfig:
     num_pages: int | None = None
     num_states: int | None = None
     cache_bytes: int = 256 * 2**20
+    prefix_cache: bool = True
+    snapshot_every: int = 256
     policy: str = "fcfs"
     seed: int = 0
     check: bool = False
@@ -67,6 +75,9 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InvalidValue(name, value, "an int >= 1")
+        for name in ("prefix_cache", "check"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidValue(name, getattr(self, name), "True or False")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
             raise InvalidValue("seed", self.seed, "an int from 0 to 2**64 - 1")
 
@@ -75,8 +86,8 @@ class EngineConfig:
 class CacheSizes:
     """How large the caches are.
 
-    Fields: `num_pages` of `page_size` tokens, `page_bytes` each; `num_states` slots that requests own and `num_rows`
-    more for the rows of the step that runs, `state_bytes` each. Bytes are over all layers.
+    Fields: `num_pages` of `page_size` tokens, `page_bytes` each; `num_states` slots for requests and snapshots, and
+    `num_rows` more for the rows of the step that runs, `state_bytes` each. Bytes are over all layers.
     """
 
     num_pages: int
@@ -113,14 +124,18 @@ def size_caches(config: EngineConfig, model: ModelConfig) -> CacheSizes:
     per_state = int(state_bytes(model, wide, size)) if conv_tail_bytes(model) else 0
     num_states = config.num_states
     if num_states is None:
-        fitting = config.cache_bytes // 2 // (2 * per_state) if per_state else config.max_running
-        num_states = min(config.max_running, fitting)
+        fitting = config.cache_bytes // 2 // per_state if per_state else 2 * config.max_running
+        num_rows = min(config.max_running, fitting // 2)  # a row of a step needs a second slot
+        snapshots_too = config.prefix_cache and per_state
+        num_states = min(fitting - num_rows, config.max_running * (MOST_STATES if snapshots_too else 1))
     num_rows = min(config.max_running, num_states, config.batch_tokens)
     num_pages = config.num_pages
     if num_pages is None:
         left = config.cache_bytes - (num_states + num_rows) * per_state
         longest = pages_needed(config.max_context or model.max_position_embeddings, config.page_size)
-        num_pages = min(left // page_bytes if page_bytes else longest, longest * max(1, num_states))
+        num_pages = min(
+            left // page_bytes if page_bytes else longest, longest * max(1, min(num_states, config.max_running))
+        )
     if num_states < 1 or num_pages < 1:
         least = max(4, num_states + num_rows) * per_state + page_bytes
         limit = f"at least {least}, for {max(1, num_states)} states and one page"

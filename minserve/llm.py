@@ -182,7 +182,7 @@ class LLM:
         """What the caller gets, its times read from the log."""
         scores = request.prompt_logprobs
         admitted = [event for event in self.log.of(request.id) if event.kind is EventKind.ADMITTED]
-        cached_tokens = admitted[-1].data["cached_tokens"] if admitted else 0
+        cached_tokens = admitted[0].data["cached_tokens"] if admitted else 0  # later ones are after a preemption
         return Output(
             text="".join(transcript.text),
             token_ids=tuple(request.output_ids),

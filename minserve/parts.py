@@ -6,16 +6,19 @@ that a plain function serves a batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from minserve.batching.batcher import Asked, Batcher, BatcherError, Phase, Plan, Room, Slice
+from minserve.batching.batcher import Asked, Batcher, BatcherError, Entry, Phase, Plan, Room, Slice
+from minserve.deltanet.state_pool import StatePool
+from minserve.hybrid.reuse import match_hybrid
 from minserve.model.implementations import Implementation
 from minserve.paging.page_table import Allocator, PageAllocator
+from minserve.radix.radix_tree import RadixTree
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,19 @@ class Parts:
         page_allocator: makes the allocator of a pool of num_pages pages (exercise 4.2).
         plan: chooses the slices of a step (exercise 3.4); None takes the library's batcher.
         paged_attention: attends for one row (exercise 4.5); None takes the library's.
+        radix_tree: makes the tree of shared prefixes from an allocator and a page size (exercise 5.3).
+        state_pool: makes the pool of num_slots state slots (exercise 6.2).
+        gated_delta: runs the delta rule on the tokens of one row (exercise 6.5); None takes the library's.
+        match_hybrid: chooses how many tokens are reused (exercise 7.1); see `minserve.hybrid.reuse.match_hybrid`.
     """
 
     page_allocator: Callable[[int], Allocator] = PageAllocator
     plan: Callable[..., list[tuple[int, int, int, str]]] | None = None
     paged_attention: Callable | None = None
+    radix_tree: Callable[[Allocator, int], RadixTree] = RadixTree
+    state_pool: Callable[[int], StatePool] = StatePool
+    gated_delta: Callable | None = None
+    match_hybrid: Callable[[int, Sequence[int], int], int] = match_hybrid
 
     def make_batcher(self, batch_tokens: int, max_running: int, policy: str) -> Batcher:
         """The batcher, with the reader's plan in it."""
@@ -39,9 +50,11 @@ class Parts:
 
     def put_into(self, implementation: Implementation) -> Implementation:
         """The implementation, with the reader's functions in it."""
-        if self.paged_attention is None:
-            return implementation
-        return implementation._replace(paged_attention=row_by_row(self.paged_attention))
+        if self.paged_attention is not None:
+            implementation = implementation._replace(paged_attention=row_by_row(self.paged_attention))
+        if self.gated_delta is not None:
+            implementation = implementation._replace(gated_delta_ragged=delta_row_by_row(self.gated_delta))
+        return implementation
 
 
 def row_by_row(attend_one: Callable) -> Callable:
@@ -57,6 +70,22 @@ def row_by_row(attend_one: Callable) -> Callable:
         return torch.cat(outs), torch.cat(lses)
 
     return paged_attention
+
+
+def delta_row_by_row(run_one: Callable) -> Callable:
+    """A ragged delta rule made of one for a row: (q, k, v, g, beta, state) -> (out, state), heads all of one number."""
+
+    def gated_delta_ragged(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, row_starts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
+        bounds, out, states = row_starts.tolist(), torch.zeros_like(v), state.clone()
+        for row, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            if start < stop:
+                out[start:stop], states[row] = run_one(*(x[start:stop] for x in (q, k, v, g, beta)), state[row])
+        return out, states
+
+    return gated_delta_ragged
 
 
 @dataclass(frozen=True)
@@ -113,9 +142,10 @@ class PlannedBatcher(Batcher):
             if phase == "refused":
                 plan.stuck.append(request)
                 continue
-            is_full = is_full or not self._let_in(request, room, plan)
+            is_full = is_full or not self._is_in(request, room, plan)
             if request_id not in self.running:
                 continue
+            start, stop = request.num_computed, room.stop_at(request, stop)  # it may have found tokens in the cache
             if not room.grow(request, stop):
                 raise BatcherError(f"plan has request {request_id!r} run to {stop}, and there are no pages for that")
             plan.slices.append(Slice(request, start, stop, self.running[request_id][1]))
@@ -133,15 +163,13 @@ class PlannedBatcher(Batcher):
                 return request
         raise BatcherError(f"plan has request {request_id!r}, which neither runs nor waits")
 
-    def _let_in(self, request: Asked, room: Room, plan: Plan) -> bool:
+    def _is_in(self, request: Asked, room: Room, plan: Plan) -> bool:
         """Let a waiting request in; whether it runs. Errors: BatcherError without a place. Changes: as `plan`."""
         if request.id in self.running:
             return True
         if len(self.running) >= self.max_running:
             raise BatcherError(f"plan lets request {request.id!r} in; max_running is {self.max_running}")
-        if room.admit(request, 0) is None:
+        if room.admit(request, 0) is not Entry.IN:
             return False
-        self._queue.remove((self._rank(request), request))
-        self.running[request.id] = (request, Phase.PREFILL)
-        plan.admitted.append(request)
+        self._let_in(request, plan)
         return True

@@ -221,6 +221,16 @@ class Request:
         self.tokens += new_ids
         self.num_computed = num_computed
 
+    def reuse(self, num_tokens: int) -> None:
+        """Count tokens as computed that a cache holds, at admission; never all, for the last one's logits are wanted.
+
+        Errors: InvalidValue where something is computed already, or nothing would be left. Changes: num_computed.
+        """
+        if self.num_computed or not 0 <= num_tokens < len(self.tokens):
+            limit = f"from 0 to {len(self.tokens) - 1} for request {self.id!r}, of which nothing is computed yet"
+            raise InvalidValue("num_tokens", num_tokens, limit)
+        self.num_computed = num_tokens
+
     def restart(self) -> None:
         """Wait again with nothing computed, for preemption; what was generated stays. Changes: num_computed, status."""
         self.num_computed, self.status = 0, Status.WAITING

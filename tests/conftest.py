@@ -24,6 +24,7 @@ CHECKED = [  # kernels are none of them: Triton wants a function as it is writte
     "minserve.model.static_memory",
     "minserve.model.step",
     "minserve.paging.paged_attention",
+    "minserve.radix.shared_prefix_attention",
     "minserve.sampling",
 ]
 

@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+from minserve.batching.queue_order import by_longest_prefix
 from minserve.errors import InvalidValue, MinserveError
 
-POLICIES = ("fcfs", "priority")
+POLICIES = ("fcfs", "priority", "longest_prefix")
 
 
 class BatcherError(MinserveError):
@@ -33,6 +34,14 @@ class Phase(Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+class Entry(Enum):
+    """What a request that wants to be let in is told: yes; that there is no room; or that others may go first."""
+
+    IN = "in"
+    FULL = "full"
+    LATER = "later"
 
 
 class Asked(Protocol):
@@ -53,8 +62,14 @@ class Room(Protocol):
     free_pages: int
     page_size: int
 
-    def admit(self, request: Asked, spare_pages: int) -> int | None:
-        """Let a request in if all its tokens and one more fit beside `spare_pages` others: tokens that are cached."""
+    def cached_tokens(self, request: Asked) -> int:
+        """How many tokens of a request that waits would not have to be computed."""
+
+    def admit(self, request: Asked, spare_pages: int) -> Entry:
+        """Let a request in if all its tokens and one more fit beside `spare_pages` others; cached ones are computed."""
+
+    def stop_at(self, request: Asked, stop: int) -> int:
+        """Where a slice up to `stop` has to end at the latest."""
 
     def grow(self, request: Asked, stop: int) -> bool:
         """Take pages for the tokens up to stop, or nothing."""
@@ -98,7 +113,8 @@ class Batcher:
     Arguments:
         batch_tokens: tokens of one step, at most, decode rows and prompt slices together.
         max_running: requests that are let in at the same time, at most.
-        policy: "fcfs", in order of arrival; or "priority", the highest first, and in order of arrival among equals.
+        policy: "fcfs", in order of arrival; "priority", the highest first; or "longest_prefix", the one with the most
+            cached tokens first, see `by_longest_prefix`. Equals go in order of arrival.
     Attributes:
         waiting: requests not let in, in the order in which they will be.
         running: requests let in, in order of admission, each with its phase.
@@ -115,6 +131,7 @@ class Batcher:
         self._queue: list[tuple[tuple[int, int], Asked]] = []
         self._arrival: dict[Hashable, int] = {}
         self._num_arrived = 0
+        self._overtaken: dict[Hashable, int] = {}  # how many later ones were let in first
         self._full = False  # somebody was put back, and nobody has left since
 
     @property
@@ -154,6 +171,7 @@ class Batcher:
         elif request.id in self._arrival:
             self._queue.remove((self._rank(request), request))
         self._arrival.pop(request.id, None)
+        self._overtaken.pop(request.id, None)
 
     def starts_decoding(self, request: Asked) -> None:
         """Note that a request has all its prompt computed and its next token chosen. Changes: its phase."""
@@ -194,7 +212,7 @@ class Batcher:
     def _plan_running(self, request: Asked, phase: Phase, budget: int, room: Room, plan: Plan) -> int:
         """Plan a running request's slice, making room if need be; the budget that this costs. Changes: as `plan`."""
         start = request.num_computed
-        stop, refund = min(request.num_committed, start + budget), 0
+        stop, refund = room.stop_at(request, min(request.num_committed, start + budget)), 0
         while not room.grow(request, stop):
             victim = self._victim()
             if victim is request:  # nobody came later: wait for those who came before, or give up
@@ -221,21 +239,40 @@ class Batcher:
         return sum(piece.stop - piece.start for piece in undone)
 
     def _admit(self, budget: int, room: Room, plan: Plan) -> None:
-        """Let waiting requests in, in order; where the first does not fit, nobody overtakes it. Changes: as `plan`."""
+        """Let waiting requests in, in order; where the next does not fit, nobody overtakes it. Changes: as `plan`."""
         # Those let in keep what they need to be read to the end, and one page each for the tokens to come.
         spare = sum(room.missing(request, request.num_committed + 1) for request, _ in self.running.values())
         spare += len(self.running)
-        while budget and self._queue and len(self.running) < self.max_running:
-            request = self._queue[0][1]
-            start = room.admit(request, spare)
-            if start is None:
+        for request in self._in_order(room):
+            if not budget or len(self.running) >= self.max_running:
                 return
-            del self._queue[0]
-            self.running[request.id] = (request, Phase.PREFILL)
-            plan.admitted.append(request)
-            stop = min(request.num_committed, start + budget)
+            entry = room.admit(request, spare)
+            if entry is Entry.FULL:
+                return
+            if entry is Entry.LATER:
+                continue
+            self._let_in(request, plan)
+            start = request.num_computed
+            stop = room.stop_at(request, min(request.num_committed, start + budget))
             if not room.grow(request, stop):
                 raise BatcherError(f"request {request.id!r} was let in, and its first pages are not there")
             plan.slices.append(Slice(request, start, stop, Phase.PREFILL))
             spare += room.missing(request, request.num_committed + 1) + 1
             budget -= stop - start
+
+    def _in_order(self, room: Room) -> list[Asked]:
+        """The waiting requests, in the order in which they are to be let in."""
+        if self.policy != "longest_prefix":
+            return self.waiting
+        return by_longest_prefix(self.waiting, room.cached_tokens, lambda request: self._overtaken.get(request.id, 0))
+
+    def _let_in(self, request: Asked, plan: Plan) -> None:
+        """Move a request from waiting to running. Changes: the queues, the plan."""
+        place = self._queue.index((self._rank(request), request))
+        del self._queue[place]
+        if self.policy == "longest_prefix":
+            for _, earlier in self._queue[:place]:
+                self._overtaken[earlier.id] = self._overtaken.get(earlier.id, 0) + 1
+            self._overtaken.pop(request.id, None)
+        self.running[request.id] = (request, Phase.PREFILL)
+        plan.admitted.append(request)

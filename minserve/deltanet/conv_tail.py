@@ -44,17 +44,20 @@ def conv_tail_ragged(
     weight: Float[Tensor, "channels kernel"],
     tails: Float[Tensor, "rows kernel_minus_1 channels"],
     row_starts: Int[Tensor, " rows_plus_1"],
-) -> tuple[Float[Tensor, "tokens channels"], Float[Tensor, "rows kernel_minus_1 channels"]]:
+    *,
+    every_tail: bool = False,
+) -> tuple[Float[Tensor, "tokens channels"], Float[Tensor, "new_tails kernel_minus_1 channels"]]:
     """Convolve the rows of a step, each continuing from its own tail; no row sees its neighbour's inputs.
 
     Arguments:
         x: the rows' inputs, packed.
         weight, tails: as in `conv_tail`, one tail per row.
         row_starts: where each row begins in x, and the end; a row may be empty, and then keeps its tail.
+        every_tail: give the tail after every token instead of every row, packed as x is: see `gated_delta_ragged`.
     Returns the outputs, packed, and the new tails. Nothing is changed in place.
     """
     (num_rows, keep, _), num_tokens = tails.shape, len(x)
-    if num_tokens == num_rows and all(length == 1 for length in row_starts.diff().tolist()):
+    if num_tokens == num_rows and row_starts.tolist() == list(range(num_rows + 1)):  # every row is one token
         out, new = conv_tail(x[:, None], weight, tails)
         return out[:, 0], new
     # Lay each row's tail before its inputs, slide the filter over everything, and leave out what straddles two rows.
@@ -66,4 +69,5 @@ def conv_tail_ragged(
     mixed = joined[keep:] * weight[:, keep]
     for j in range(keep):
         mixed = torch.addcmul(mixed, joined[j : len(joined) - keep + j], weight[:, j])
-    return F.silu(mixed[at - keep]), joined[(row_starts[1:] + keep * rows)[:, None] + keeps]
+    begin = at + 1 - keep if every_tail else row_starts[1:] + keep * rows
+    return F.silu(mixed[at - keep]), joined[begin[:, None] + keeps]

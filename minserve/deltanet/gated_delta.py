@@ -27,7 +27,11 @@ def gated_delta_recurrent(
     g: Float[Tensor, "batch tokens value_heads"],
     beta: Float[Tensor, "batch tokens value_heads"],
     state: Float[Tensor, "batch value_heads key_dim value_dim"],
-) -> tuple[Float[Tensor, "batch tokens value_heads value_dim"], Float[Tensor, "batch value_heads key_dim value_dim"]]:
+    *,
+    every_state: bool = False,
+) -> tuple[
+    Float[Tensor, "batch tokens value_heads value_dim"], Float[Tensor, "batch ... value_heads key_dim value_dim"]
+]:
     """Run the rule one token after the other: the definition, and the way a decode step uses it.
 
     Arguments:
@@ -36,22 +40,27 @@ def gated_delta_recurrent(
         g: log of the share of the state that survives the token, <= 0.
         beta: how much of the old value under k is replaced, in 0..1.
         state: what the sequence remembers before the first token (zeros at its start); it is not changed.
+        every_state: give the state after every token, [batch tokens value_heads key_dim value_dim]: what drafted
+            tokens need, of which nobody knows yet how many will be kept.
     Returns the outputs, in v's dtype, and the state after the last token, in `state`'s dtype. The arithmetic is in
     float32, or float64 where an input is.
     """
     if not v.shape[1]:
-        return torch.zeros_like(v), state
+        return torch.zeros_like(v), state[:, None].expand(-1, 0, -1, -1, -1) if every_state else state
     dtype = _wide(v, g, state)
     q, k = (_to_value_heads(_as_dtype(x, dtype), v.shape[2]) for x in (q, k))
     values, memory = _as_dtype(v, dtype), _as_dtype(state, dtype)
     decay, strength = _as_dtype(g, dtype).exp()[..., None, None], _as_dtype(beta, dtype)[..., None]
-    outs = []
+    outs, states = [], []
     for t in range(v.shape[1]):
         memory = memory * decay[:, t]
         found = (k[:, t, :, None] @ memory).squeeze(-2)
         delta = strength[:, t] * (values[:, t] - found)
         memory = torch.addcmul(memory, k[:, t, :, :, None], delta[:, :, None])  # + k delta^T, in one pass
         outs.append(q[:, t, :, None] @ memory)
+        if every_state:
+            states.append(memory)
+    memory = torch.stack(states, dim=1) if every_state else memory
     return _as_dtype(torch.cat(outs, dim=2).transpose(1, 2), v.dtype), _as_dtype(memory, state.dtype)
 
 
@@ -97,34 +106,51 @@ def within_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chun
     q, k = (_to_value_heads(x, v.shape[2]) for x in (q, k))
     q, k, values, g, beta = (_into_chunks(_as_dtype(x, dtype), chunk) for x in (q, k, v, g, beta))
     cumulative = g.cumsum(-1)
-    lower = torch.ones(chunk, chunk, dtype=torch.bool, device=v.device).tril()
-    # e^(G_i - G_j) for i >= j; the difference is masked before exp, since above the diagonal it could overflow.
-    span = (cumulative[..., :, None] - cumulative[..., None, :]).masked_fill(~lower, 0).exp() * lower
-    keys_beta = k * beta[..., None]
-    overlap = (keys_beta @ k.mT) * span * lower.tril(-1)
-    # Row i of the system says: delta_i = beta_i (v_i - what the state holds under k_i after the deltas before it).
-    right = torch.cat([values * beta[..., None], keys_beta * cumulative[..., None].exp()], dim=-1)
-    unit = torch.eye(chunk, dtype=dtype, device=v.device)
-    inverse = torch.linalg.solve_triangular(overlap.to(dtype), unit, upper=False, unitriangular=True)
-    from_values, from_state = (inverse @ right).split([values.shape[-1], k.shape[-1]], dim=-1)
+    decay, to_end = cumulative.exp(), (cumulative[..., -1:] - cumulative).exp()
+    # e^(G_i - G_j) for i >= j, else 0: a difference, since e^-G_j alone overflows, and so would this above the diagonal.
+    above = torch.ones(chunk, chunk, dtype=torch.bool, device=v.device).triu(1)
+    span = (cumulative[..., :, None] - cumulative[..., None, :]).masked_fill(above, -torch.inf).exp()
+    # Row i of the system says: delta_i = beta_i (v_i - what the state holds under k_i after the deltas before it). It
+    # is 1 on its diagonal, which the solver does not read.
+    overlap = (k @ k.mT) * span * beta[..., None]
+    solved = torch.linalg.solve_triangular(overlap, torch.diag_embed(beta), upper=False, unitriangular=True)
     return ChunkTerms(
-        from_values,
-        from_state,
+        from_values=solved @ values,
+        from_state=(solved * decay[..., None, :]) @ k,
         scores=(q @ k.mT) * span,
-        q_decayed=q * cumulative[..., None].exp(),
-        k_to_end=k * (cumulative[..., -1:] - cumulative)[..., None].exp(),
-        keep=cumulative[..., -1].exp(),
+        q_decayed=q * decay[..., None],
+        k_to_end=k * to_end[..., None],
+        keep=decay[..., -1],
     )
 
 
 def across_chunks(terms: ChunkTerms, state: Float[Tensor, "batch heads key_dim value_dim"]) -> tuple[Tensor, Tensor]:
     """Carry the state through the chunks, one after the other: outputs [batch tokens heads dim] and the last state."""
-    memory, outs = state.to(terms.keep.dtype), []
-    for from_values, from_state, scores, q, k, keep in zip(*(x.unbind(2) for x in terms), strict=True):
-        delta = from_values - from_state @ memory
-        outs.append(q @ memory + scores @ delta)
-        memory = memory * keep[..., None, None] + k.mT @ delta
-    return rearrange(torch.stack(outs, dim=2), "b h c t d -> b (c t) h d"), memory
+    memory, before, deltas = _as_dtype(state, terms.keep.dtype), [], []
+    for from_values, from_state, k_to_end, keep in zip(*(x.unbind(2) for x in _for_state(terms)), strict=True):
+        before.append(memory)
+        delta, memory = _after_chunk(from_values, from_state, k_to_end, keep, memory)
+        deltas.append(delta)
+    out = _outputs(terms, torch.stack(before, dim=2), torch.stack(deltas, dim=2))
+    return rearrange(out, "b h n c d -> b (n c) h d"), memory
+
+
+def _for_state(terms: ChunkTerms) -> tuple[Tensor, ...]:
+    """The terms without which the state cannot go on; outputs can wait for all chunks together."""
+    return terms.from_values, terms.from_state, terms.k_to_end, terms.keep[..., None, None]
+
+
+def _after_chunk(
+    from_values: Tensor, from_state: Tensor, k_to_end: Tensor, keep: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The deltas of a chunk, and the state after it."""
+    delta = from_values - from_state @ memory
+    return delta, torch.addcmul(k_to_end.mT @ delta, memory, keep)
+
+
+def _outputs(terms: ChunkTerms, before: Tensor, deltas: Tensor) -> Tensor:
+    """The outputs of chunks whose states before them are known: [batch heads chunks chunk value_dim]."""
+    return terms.q_decayed @ before + terms.scores @ deltas
 
 
 def gated_delta_ragged(
@@ -136,7 +162,9 @@ def gated_delta_ragged(
     state: Float[Tensor, "rows value_heads key_dim value_dim"],
     row_starts: Int[Tensor, " rows_plus_1"],
     chunk: int = 32,
-) -> tuple[Float[Tensor, "tokens value_heads value_dim"], Float[Tensor, "rows value_heads key_dim value_dim"]]:
+    *,
+    every_state: bool = False,
+) -> tuple[Float[Tensor, "tokens value_heads value_dim"], Float[Tensor, "states value_heads key_dim value_dim"]]:
     """Run the rule on the packed rows of a step, each from its own state: single tokens together, long rows in chunks.
 
     Arguments:
@@ -144,12 +172,17 @@ def gated_delta_ragged(
         state: one per row; an empty row gets its own back.
         row_starts: where each row begins in the packing, and the end.
         chunk: tokens per chunk of rows longer than one token.
+        every_state: give a state for every token instead of every row, packed as the tokens are. It is computed token
+            by token and meant for short rows: a state is as large as hundreds of tokens' keys and values.
     Returns the outputs, packed, and the state of each row after its last token. Nothing is changed in place.
     """
-    tokens, lengths = (q, k, v, g, beta), row_starts.diff()
-    if v.shape[0] == state.shape[0] and all(length == 1 for length in lengths.tolist()):
+    tokens, num_rows = (q, k, v, g, beta), len(state)
+    if len(v) == num_rows and row_starts.tolist() == list(range(num_rows + 1)):  # every row is one token
         out, new_state = gated_delta_recurrent(*(x[:, None] for x in tokens), state)
         return out[:, 0], new_state
+    lengths = row_starts.diff()
+    if every_state:
+        return _run_with_every_state(tokens, row_starts, lengths, state)
     single, long = (lengths == 1).nonzero().flatten(), (lengths > 1).nonzero().flatten()
     out, new_state = torch.zeros_like(v), state.clone()
     if len(single):
@@ -176,14 +209,32 @@ def _run_long_rows(
     q, k, v, g, beta = (x[address] for x in tokens)
     k, g, beta = k * exists[..., None, None], g * exists[..., None], beta * exists[..., None]  # a pad does nothing
     terms = within_chunks(q, k, v, g.to(_wide(v, g, state)), beta, chunk)
-    memory, begin, outs = state[rows], 0, []
-    for count in (first[:, None] < lengths).sum(1).tolist():
-        of_chunks = ChunkTerms(*(term[begin : begin + count] for term in terms))
-        chunk_out, memory[:count] = across_chunks(of_chunks, memory[:count])
-        outs.append(chunk_out)
-        begin += count
-    out[address[exists]] = _as_dtype(torch.cat(outs)[exists], out.dtype)
-    state[rows] = memory
+    counts = (first[:, None] < lengths).sum(1).tolist()
+    memory, before, deltas = _as_dtype(state[rows], terms.keep.dtype), [], []
+    for of_chunks in zip(*(x.squeeze(2).split(counts) for x in _for_state(terms)), strict=True):
+        count = len(of_chunks[0])
+        state[rows[count : len(memory)]] = _as_dtype(memory[count:], state.dtype)  # the rows that have no further chunk
+        before.append(memory[:count])
+        delta, memory = _after_chunk(*of_chunks, memory[:count])
+        deltas.append(delta)
+    state[rows[: len(memory)]] = _as_dtype(memory, state.dtype)
+    outs = _outputs(terms, torch.cat(before)[:, :, None], torch.cat(deltas)[:, :, None])
+    out[address[exists]] = _as_dtype(rearrange(outs, "n h 1 c d -> n c h d")[exists], out.dtype)
+
+
+def _run_with_every_state(
+    tokens: tuple[Tensor, ...], row_starts: Tensor, lengths: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run rows token by token: the first tokens of all rows together, then the second ones of the rows that have one."""
+    rows = lengths.argsort(descending=True, stable=True)
+    starts, lengths, memory = row_starts[:-1][rows], lengths[rows], state[rows]
+    num_tokens = len(tokens[2])
+    out, states = torch.zeros_like(tokens[2]), state.new_empty(num_tokens, *state.shape[1:])
+    for t in range(int(lengths[0]) if num_tokens else 0):
+        at = starts[lengths > t] + t
+        outs, memory = gated_delta_recurrent(*(x[at, None] for x in tokens), memory[: len(at)])
+        out[at], states[at] = outs[:, 0], memory
+    return out, states
 
 
 def _wide(*tensors: Tensor) -> torch.dtype:
@@ -203,7 +254,6 @@ def _to_value_heads(x: Float[Tensor, "batch tokens key_heads dim"], num_heads: i
 
 def _into_chunks(x: Float[Tensor, "batch tokens heads *dim"], chunk: int) -> Tensor:
     """Pad the tokens to whole chunks with zeros and bring the heads in front: [batch heads chunks chunk *dim]."""
-    x = rearrange(x, "b t h ... -> b h t ...")
-    pad = -x.shape[2] % chunk
-    x = F.pad(x, (0, 0) * (x.ndim - 3) + (0, pad))
-    return x.unflatten(2, (-1, chunk))
+    pad = -x.shape[1] % chunk
+    x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, pad)) if pad else x
+    return rearrange(x, "b (n c) h ... -> b h n c ...", c=chunk).contiguous()  # else each product copies it anew

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from minserve.deltanet.state_pool import EMPTY
-from minserve.hybrid.hybrid_cache import Fork
+from minserve.engine_config import CacheSizes
 from minserve.model.config import LINEAR, ModelConfig
 from minserve.model.implementations import Implementation
 
@@ -39,20 +39,20 @@ class CacheMemory:
 
     Arguments:
         config: the model's.
-        num_pages, page_size: of every attention layer's pool.
-        num_slots: of every DeltaNet layer's.
+        sizes: of every attention layer's pool of pages, and of every DeltaNet layer's pool of slots.
         implementation: the functions that work on them.
         dtype, device: the model's. States are float32, or float64 with a float64 model.
     """
 
     def __init__(
-        self, config: ModelConfig, num_pages: int, page_size: int, num_slots: int, implementation: Implementation,
+        self, config: ModelConfig, sizes: CacheSizes, implementation: Implementation,
         dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu",
     ):  # fmt: skip
         self.config, self.implementation = config, implementation
         wide = torch.promote_types(dtype, torch.float32)
         linear = [i for i, kind in enumerate(config.layer_types) if kind == LINEAR]
-        pages = (num_pages, page_size, config.num_key_value_heads, config.head_dim)
+        num_slots = sizes.num_states + sizes.num_rows
+        pages = (sizes.num_pages, sizes.page_size, config.num_key_value_heads, config.head_dim)
         tails = (num_slots, config.linear_conv_kernel_dim - 1, config.conv_channels)
         states = (num_slots, config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
         attention = [i for i in range(config.num_hidden_layers) if i not in linear]
@@ -67,13 +67,9 @@ class CacheMemory:
         """The memory of one step's rows."""
         return StepMemory(self, row_starts, places)
 
-    def copy(self, fork: Fork) -> None:
-        """Copy what a fork does not share. Changes: the target pages and slot, in every layer."""
-        for source, target in fork.pages:
-            for pool in (*self.k_pages.values(), *self.v_pages.values()):
-                pool[target] = pool[source]
-        source, target = fork.state
-        for pool in (*self.tails.values(), *self.states.values()):
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a page's keys and values, in every layer. Changes: the target page."""
+        for pool in (*self.k_pages.values(), *self.v_pages.values()):
             pool[target] = pool[source]
 
 

@@ -1,59 +1,74 @@
-"""The hybrid cache: who holds which pages and which state slot. It keeps count; the tensors are in `cache_memory`.
+"""The hybrid cache: who holds which pages and which state, and what of it others may start from. It keeps count; the
+tensors are in `cache_memory`.
 
 A request owns a page table, which grows, and one state slot, which does not. A step never writes the state that it
-reads: it writes to a second slot, and `commit` makes that the request's own and sets the first one free.
+reads: it writes to a second slot, and `commit` makes that the request's own and lets go of the first one. If somebody
+still wants the first one, it is a snapshot: kept in the tree, at no cost but its slot.
 
     tokens computed     pages (grow)            state (is replaced)
     0                   -                       reads EMPTY, writes a
-    5                   [ p0 p1 ]               owns a, reads a, writes b
-    6                   [ p0 p1 ]               owns b, a is free again
+    16                  [ p0 p1 ]               owns a; the tree keeps p0, p1 and, if 16 is a point for one, a
+    17                  [ p0 p1 p2 ]            owns b; a is free again, or the tree's alone
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from itertools import chain
 
-from minserve.deltanet.state_pool import StateError, StatePool
-from minserve.errors import InvalidValue
+from minserve.deltanet.state_pool import EMPTY, StateError, StatePool
+from minserve.engine_config import CacheSizes
+from minserve.hybrid.prefixes import Hit, Prefixes
+from minserve.hybrid.snapshots import Snapshots
 from minserve.hybrid.ticket import Ticket
-from minserve.paging.page_table import Allocator, PageAllocator, PageTable, check_references, pages_needed
+from minserve.paging.page_table import PageError, PageTable, check_references, pages_needed
+from minserve.parts import Parts
 from minserve.request import Request
 
 
-class Fork(NamedTuple):
-    """What must be copied for a fork to be real: pages, each from where to where, and a state slot likewise."""
-
-    pages: list[tuple[int, int]]
-    state: tuple[int, int]
-
-
 class HybridCache:
-    """Pages and state slots of all running requests.
+    """Pages, state slots and the tree of all requests, behind one admission.
 
     Arguments:
-        num_pages: in the pool.
-        page_size: tokens per page.
-        num_states: slots that running requests own, one each.
-        num_rows: rows of a step at most: each needs one more slot while the step runs.
-        allocator: hands out the pages; a `PageAllocator` unless given.
+        sizes: of the pools; `num_states` slots are for running requests and snapshots, `num_rows` for a step's rows.
+        snapshot_every: tokens between two snapshots of a request.
+        prefix_cache: whether anything is kept for others.
+        parts: what of this a reader has replaced.
+        copy_page: copies one page's contents to another; nothing unless given, for a cache without tensors.
     Attributes:
         tables: page table by request id.
         slot_of: state slot by request id; none before the first step.
         states: the pool of slots.
         allocator: the pool of pages.
+        tree, snapshots: pages and states that are kept for others; no snapshots for a model without states.
+        prefixes: where running requests stand in them.
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, num_states: int, num_rows: int, allocator: Allocator | None = None
+        self, sizes: CacheSizes, snapshot_every: int = 256, prefix_cache: bool = True, parts: Parts | None = None,
+        copy_page: Callable[[int, int], None] = lambda source, target: None,
     ):  # fmt: skip
-        if page_size < 1:
-            raise InvalidValue("page_size", page_size, "at least 1", "EngineConfig.page_size")
-        self.page_size = page_size
-        self.allocator = PageAllocator(num_pages) if allocator is None else allocator
-        self.states = StatePool(num_states + num_rows)
+        parts = parts or Parts()
+        self.page_size, self._num_states, self._copy_page = sizes.page_size, sizes.num_states, copy_page
+        self.allocator = parts.page_allocator(sizes.num_pages)
+        self.states: StatePool = parts.state_pool(sizes.num_states + sizes.num_rows)
+        self.tree = parts.radix_tree(self.allocator, sizes.page_size)
+        self.snapshots = Snapshots(self.states) if sizes.state_bytes else None
+        self.prefixes = Prefixes(
+            self.tree, self.snapshots, sizes.page_size, snapshot_every, parts.match_hybrid, prefix_cache
+        )
         self.tables: dict[Hashable, PageTable] = {}
         self.slot_of: dict[Hashable, int] = {}
+
+    @property
+    def num_takeable(self) -> int:
+        """Pages that a step can have: free ones, and those that only the tree holds and nobody reads."""
+        return self.allocator.num_free + self.tree.num_evictable
+
+    @property
+    def holders(self) -> set[Hashable]:
+        """The requests that hold anything."""
+        return {*self.tables, *self.slot_of} | self.prefixes.holders
 
     def open(self) -> Ticket:
         """A ticket for the next step, with nothing on it."""
@@ -63,49 +78,117 @@ class HybridCache:
         """How many pages so many tokens of one request take."""
         return pages_needed(num_tokens, self.page_size)
 
-    def begin(self, request: Request) -> None:
-        """Give a request that is let in an empty table. Changes: this cache."""
-        self.tables[request.id] = PageTable(self.allocator, self.page_size)
+    def admit(self, request: Request, hit: Hit, spare_pages: int) -> bool:
+        """Let a request in with what it reuses, if its tokens and one more fit beside `spare_pages` other pages.
 
-    def commit(self, ticket: Ticket, request: Request) -> None:
-        """Make what the ticket holds for a request its own, after `request.commit`. Changes: this cache, the ticket."""
-        slot = ticket.settle(request)
+        Where the hit ends inside a page, the request gets a copy of it to write on. Changes: this cache and the
+        request's count of computed tokens; or nothing, and then False.
+        """
+        cached, slot = self.prefixes.lock(request, hit)
+        num_full = hit.num_tokens // self.page_size
+        num_tokens = min(request.num_committed + 1, request.max_computed)
+        fits = spare_pages + self.pages_needed(num_tokens) - num_full <= self.num_takeable
+        table = PageTable(self.allocator, self.page_size)
+        table.share(cached[:num_full])
+        if not (fits and self.grow(table, hit.num_tokens)):
+            table.release()
+            self.prefixes.leave(request)
+            return False
+        self.tables[request.id] = table
+        if len(cached) > num_full:
+            self._copy_page(cached[-1], table.pages[-1])
+        if slot != EMPTY:
+            self.states.share(slot)
+            self.slot_of[request.id] = slot
+        self.prefixes.begin(request, hit)
+        request.reuse(hit.num_tokens)
+        return True
+
+    def grow(self, table: PageTable, stop: int) -> bool:
+        """Give a table pages up to token `stop`, evicting what is needed. Changes: this cache; or nothing: False."""
+        missing = self.pages_needed(stop) - len(table.pages)
+        if missing > self.num_takeable:
+            return False
+        if missing > self.allocator.num_free:
+            self.prefixes.evict(missing - self.allocator.num_free)
+        return table.grow(stop)
+
+    def commit(self, ticket: Ticket, request: Request, publish: bool = False) -> None:
+        """Make what the ticket holds for a request its own, after `request.commit`, and keep what others may want.
+
+        Arguments:
+            publish: add its tokens to the tree even where its state is not to be kept.
+        Changes: this cache, the ticket.
+        """
+        slot, is_kept = ticket.settle(request)
         self.states.stamp(slot, request.num_computed)
         old = self.slot_of.get(request.id)
         self.slot_of[request.id] = slot
         if old is not None:
             self.states.release(old)
+        if publish or is_kept:
+            self._publish(request, slot if is_kept else None)
 
-    def fork(self, request: Request, child: Request) -> Fork | None:
-        """Let a child go on from where a request stands, sharing its full pages.
+    def fork(self, request: Request, child: Request) -> bool:
+        """Let a child go on from where a request stands: full pages and the state are shared, the last page is copied.
 
-        The child's counts are the caller's to move afterwards. Returns what is to be copied; None, and no change, when
-        there is no page or no slot. Changes: this cache.
+        The child's counts are the caller's to move afterwards. Changes: this cache; or nothing, and then False.
         """
-        slot = self.states.take()
-        forked = None if slot is None else self.tables[request.id].fork(request.num_computed)
+        table = self.tables[request.id]
+        if request.num_computed % self.page_size and not self.allocator.num_free:
+            self.prefixes.evict(1)
+        forked = table.fork(request.num_computed)
         if forked is None:
-            if slot is not None:
-                self.states.release(slot)
-            return None
-        self.tables[child.id], pages = forked
-        self.states.stamp(slot, request.num_computed)
-        self.slot_of[child.id] = slot
-        return Fork(pages, (self.slot_of[request.id], slot))
+            return False
+        self.tables[child.id], copies = forked
+        for source, target in copies:
+            self._copy_page(source, target)
+        self.slot_of[child.id] = self.slot_of[request.id]
+        self.states.share(self.slot_of[child.id])
+        self.prefixes.fork(request, child)
+        return True
 
-    def release(self, request: Request) -> None:
-        """Take back all that a request owns; nothing where it owns nothing. Changes: this cache."""
-        table = self.tables.pop(request.id, None)
+    def release(self, request: Request, keep: bool = False) -> None:
+        """Take back all that a request owns; nothing where it owns nothing.
+
+        Arguments:
+            keep: leave its tokens and its state to those who come after it; its own slot is the snapshot.
+        Changes: this cache.
+        """
+        if keep and self.slot_of.get(request.id, EMPTY) != EMPTY and request.num_computed:
+            self._publish(request, self.slot_of[request.id])
+        table, slot = self.tables.pop(request.id, None), self.slot_of.pop(request.id, None)
         if table is not None:
             table.release()
-        slot = self.slot_of.pop(request.id, None)
         if slot is not None:
             self.states.release(slot)
+        self.prefixes.leave(request)
+
+    def trim(self) -> None:
+        """Drop the oldest snapshots that there is no slot for beside the running requests. Changes: this cache."""
+        if self.snapshots is not None:
+            self.snapshots.evict(self._num_states)
 
     def check(self) -> None:
-        """Raise PageError or StateError unless, between steps, all is owned by exactly those who hold it."""
+        """Raise PageError, StateError or TreeError unless, between steps, all is owned by exactly those who hold it."""
         self.allocator.check()
-        check_references(self.allocator, self.tables.values())
+        self.prefixes.check()
+        check_references(self.allocator, chain(self.tables.values(), self.tree.nodes()))
         self.states.check()
-        if sorted(self.slot_of.values()) != sorted(self.states.held):
-            raise StateError(f"slots {sorted(self.states.held)} are held; requests own {sorted(self.slot_of.values())}")
+        kept = [] if self.snapshots is None else self.snapshots.slots
+        owned = sorted([*self.slot_of.values(), *kept])
+        counted = sorted(chain.from_iterable([slot] * self.states.ref_count(slot) for slot in self.states.held))
+        if owned != counted:
+            raise StateError(f"slots {counted} are referred to; requests and snapshots own {owned}")
+        if len(self.states.held) > self._num_states:
+            raise StateError(f"{len(self.states.held)} slots are held between steps; num_states is {self._num_states}")
+        if self.prefixes.holders != {*self.tables}:
+            raise PageError(f"requests {self.prefixes.holders} have a place in the tree, and {[*self.tables]} pages")
+
+    def _publish(self, request: Request, slot: int | None) -> None:
+        """Add a request's tokens to the tree, and give up pages of its own that the tree has. Changes: this cache."""
+        if not self.prefixes.enabled:
+            return
+        table = self.tables[request.id]
+        pages = self.prefixes.publish(request, table.pages[: self.pages_needed(request.num_computed)], slot)
+        table.adopt(0, pages[: request.num_computed // self.page_size])

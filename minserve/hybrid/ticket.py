@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
+from minserve.batching.batcher import Entry
 from minserve.deltanet.state_pool import EMPTY
 from minserve.request import Request
 
@@ -27,27 +28,35 @@ class Ticket:
         self.state_write: dict[Hashable, int] = {}
         self._cache = cache
         self._room_before: dict[Hashable, int] = {}
+        self._kept: set[Hashable] = set()
 
     @property
     def free_pages(self) -> int:
         """Pages that can be taken."""
-        return self._cache.allocator.num_free
+        return self._cache.num_takeable
 
     @property
     def page_size(self) -> int:
         """Tokens per page."""
         return self._cache.page_size
 
-    def admit(self, request: Request, spare_pages: int) -> int | None:
+    def cached_tokens(self, request: Request) -> int:
+        """How many tokens of a request that waits could be reused now."""
+        return self._cache.prefixes.find(request).num_tokens
+
+    def admit(self, request: Request, spare_pages: int) -> Entry:
         """Let a request in, if all its tokens and one more fit beside `spare_pages` others.
 
-        Returns how many of its tokens are cached, or None when it has to wait. Changes: the cache.
+        Its cached tokens are counted as computed from now on. Changes: the cache, the request.
         """
-        num_tokens = min(request.num_committed + 1, request.max_computed)
-        if spare_pages + self._cache.pages_needed(num_tokens) > self.free_pages:
-            return None
-        self._cache.begin(request)
-        return 0
+        hit = self._cache.prefixes.find(request)
+        if self._cache.prefixes.is_awaited(request, hit):
+            return Entry.LATER
+        return Entry.IN if self._cache.admit(request, hit, spare_pages) else Entry.FULL
+
+    def stop_at(self, request: Request, stop: int) -> int:
+        """Where a slice up to `stop` ends at the latest, so that the state after it can be kept."""
+        return self._cache.prefixes.stop_at(request, stop)
 
     def grow(self, request: Request, stop: int) -> bool:
         """Take the pages for the tokens up to stop, and a slot for the state after them; all, or nothing and False.
@@ -60,11 +69,13 @@ class Ticket:
             return False
         before = table.capacity
         if stop > before:
-            if not table.grow(stop):
+            if not self._cache.grow(table, stop):
                 return False
             self._room_before.setdefault(request.id, before)
         if needs_slot:
             self.state_write[request.id] = states.take()
+        if self._cache.prefixes.keeps(request, stop):
+            self._kept.add(request.id)
         return True
 
     def missing(self, request: Request, stop: int) -> int:
@@ -77,8 +88,11 @@ class Ticket:
         return len(table.pages) if table is not None else 0
 
     def preempt(self, request: Request) -> None:
-        """Take back all that a request holds, in this step and from before; it starts again. Changes: the cache."""
-        self.abandon(request)
+        """Take back all that a request holds, in this step and from before; it starts again. Changes: the cache.
+
+        What it has computed stays in the tree as long as nobody needs the room, for it to find again.
+        """
+        self.abandon(request, keep=True)
         request.restart()
 
     def state_read(self, request: Request) -> int:
@@ -90,10 +104,13 @@ class Ticket:
         self._cache.states.expect(slot, request.num_computed)
         return slot
 
-    def settle(self, request: Request) -> int:
-        """Leave to a request what this step took for it, and return its slot. Changes: the ticket."""
+    def settle(self, request: Request) -> tuple[int, bool]:
+        """Leave to a request what this step took for it: its slot, and whether others shall find the state in it.
+
+        Changes: the ticket.
+        """
         self._room_before.pop(request.id, None)
-        return self.state_write.pop(request.id)
+        return self.state_write.pop(request.id), request.id in self._kept
 
     def __enter__(self) -> Ticket:
         """The ticket itself."""
@@ -103,9 +120,13 @@ class Ticket:
         """Undo what is not settled, where the step did not come to its end. Changes: the cache."""
         if kind is not None:
             self.undo()
+        self._cache.trim()
 
     def undo(self) -> None:
-        """Give back all that this step took; who was let in holds nothing, and is still let in. Changes: the cache."""
+        """Give back all that this step took; who was let in keeps what was cached, and is still let in.
+
+        Changes: the cache.
+        """
         for slot in self.state_write.values():
             self._cache.states.release(slot)
         for request_id, before in self._room_before.items():
@@ -114,14 +135,10 @@ class Ticket:
         self.state_write.clear()
         self._room_before.clear()
 
-    def abandon(self, request: Request) -> None:
+    def abandon(self, request: Request, keep: bool = False) -> None:
         """Give back what this step took for a request that left meanwhile, and all it held. Changes: the cache."""
-        self._drop(request)
-        self._cache.release(request)
-
-    def _drop(self, request: Request) -> None:
-        """Forget this step's part of a request; its pages are its table's and go with that. Changes: the cache."""
         slot = self.state_write.pop(request.id, None)
         if slot is not None:
             self._cache.states.release(slot)
-        self._room_before.pop(request.id, None)
+        self._room_before.pop(request.id, None)  # its pages are its table's, and go with that
+        self._cache.release(request, keep)

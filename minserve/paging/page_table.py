@@ -168,6 +168,22 @@ class PageTable:
         self._allocator.release(self.pages[kept:])
         del self.pages[kept:]
 
+    def share(self, pages: Sequence[int]) -> None:
+        """Go on with pages that others hold as well. Changes: the table and the allocator."""
+        self._allocator.share(pages)
+        self.pages += pages
+
+    def adopt(self, start: int, pages: Sequence[int]) -> None:
+        """Refer to pages of the same contents instead of the own ones from index `start` on, which are given back.
+
+        Changes: the table and the allocator.
+        """
+        stop = start + len(pages)
+        if self.pages[start:stop] != [*pages]:
+            self._allocator.share(pages)
+            self._allocator.release(self.pages[start:stop])
+            self.pages[start:stop] = pages
+
     def slots(self, start: int, stop: int) -> list[int]:
         """Where in the pool the tokens at positions start .. stop - 1 lie."""
         size, pages = self.page_size, self.pages

@@ -1,0 +1,170 @@
+"""What requests have in common: finding it in the tree, holding on to it, and adding what has just been computed.
+
+The tree has one writer, `publish`, which is called with committed tokens only. A request holds a lock on the node that
+it has come to; so what it reads is not evicted, and its next tokens are added there without another walk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+from minserve.deltanet.state_pool import EMPTY
+from minserve.hybrid.reuse import match_hybrid, next_snapshot
+from minserve.hybrid.snapshots import Snapshots
+from minserve.radix.radix_tree import Match, Namespace, Node, RadixTree
+from minserve.request import Request
+
+PATIENCE = 16  # steps that a request waits, at most, for one that is computing what it could reuse
+
+
+class Hit(NamedTuple):
+    """What a request can start from.
+
+    Fields: `num_tokens` to be reused; `match` in the tree, which may go deeper; `place` of the state, None for zeros.
+    """
+
+    num_tokens: int
+    match: Match
+    place: Node | None
+
+
+class Prefixes:
+    """The tree and the snapshots of a hybrid cache, and where each running request stands in them.
+
+    Arguments:
+        tree: of pages.
+        snapshots: of states; None for a model that has no states, and then pages alone decide.
+        page_size: tokens per page.
+        snapshot_every: tokens between two snapshots of a request.
+        match: chooses how much is reused; `match_hybrid` unless a reader has replaced it.
+        enabled: False finds nothing and keeps nothing.
+    """
+
+    def __init__(
+        self, tree: RadixTree, snapshots: Snapshots | None, page_size: int, snapshot_every: int,
+        match: Callable[[int, Sequence[int], int], int] = match_hybrid, enabled: bool = True,
+    ):  # fmt: skip
+        self.tree, self.snapshots, self.enabled = tree, snapshots, enabled
+        self._page_size, self._every, self._match = page_size, snapshot_every, match
+        self._node_of: dict[Hashable, Node] = {}
+        self._branch_of: dict[Hashable, int] = {}
+        self._computing: dict[Hashable, tuple[Request, Namespace]] = {}
+        self._waited: dict[Hashable, int] = {}
+
+    @property
+    def holders(self) -> set[Hashable]:
+        """The requests that hold a place in the tree."""
+        return {*self._node_of}
+
+    def find(self, request: Request) -> Hit:
+        """What a request can start from now. Changes nothing, not even recency."""
+        # Whoever wants his prompt scored needs the logits of all of it.
+        wants_all = not self.enabled or request.params.prompt_logprobs is not None
+        match = self.tree.match([] if wants_all else request.tokens, self._namespace(request))
+        most = min(match.num_tokens, request.num_committed - 1)
+        if self.snapshots is None:
+            return Hit(most, match, None)
+        places = {node.stop: node for node in match.path if node in self.snapshots}
+        wanted = self._match(match.num_tokens, sorted(places), request.num_committed)
+        deepest = max((count for count in places if count <= wanted), default=0)
+        return Hit(min(wanted, most), match, places.get(deepest))
+
+    def is_awaited(self, request: Request, hit: Hit) -> bool:
+        """Whether a running request is about to compute what this one could reuse. Changes: how long it has waited."""
+        waited = self._waited.get(request.id, 0)
+        if not self.enabled or waited >= PATIENCE or request.params.prompt_logprobs is not None:
+            return False
+        for other, namespace in self._computing.values():
+            start = max(hit.num_tokens, other.num_computed)
+            point = start + self._page_size if self.snapshots is None else self._next(other, start)
+            if point is None or not point < request.num_committed or namespace != self._namespace(request):
+                continue
+            if point <= other.num_committed and _same(request.tokens, other.tokens, point):
+                self._waited[request.id] = waited + 1
+                return True
+        return False
+
+    def lock(self, request: Request, hit: Hit) -> tuple[list[int], int]:
+        """Hold on to what is reused: its pages, and the slot of its state. Changes: locks, both caches' recency."""
+        node = self._node_of[request.id] = self.tree.lock(hit.match, hit.num_tokens)
+        return self.tree.pages(node), EMPTY if hit.place is None else self.snapshots.use(hit.place)
+
+    def begin(self, request: Request, hit: Hit) -> None:
+        """Note that a request is let in and computes the rest. Changes: these notes."""
+        self._waited.pop(request.id, None)
+        self._computing[request.id] = request, self._namespace(request)
+        page_hit = min(hit.match.num_tokens, request.num_committed - 1)
+        if page_hit >= hit.num_tokens + self._page_size:
+            self._branch_of[request.id] = page_hit  # the next one to come this way should find a state here
+
+    def fork(self, request: Request, child: Request) -> None:
+        """Let a child hold on to where its request stands. Changes: locks."""
+        self._node_of[child.id] = self.tree.lock(self._node_of[request.id])
+
+    def stop_at(self, request: Request, stop: int) -> int:
+        """Where a slice up to `stop` has to end, so that a state can be kept."""
+        point = self._next(request, request.num_computed)
+        return stop if point is None else min(stop, point)
+
+    def keeps(self, request: Request, stop: int) -> bool:
+        """Whether the state of a slice up to `stop` is to be kept."""
+        return self._next(request, request.num_computed) == stop
+
+    def publish(self, request: Request, pages: Sequence[int], slot: int | None) -> list[int]:
+        """Add what a request has computed, and its state too unless slot is None.
+
+        Returns the pages of the whole path, for the request to adopt. Changes: the tree, the snapshots, the lock.
+        """
+        tokens, before = request.tokens[: request.num_computed], self._node_of[request.id]
+        node = self.tree.insert(tokens, pages, after=before)
+        self._node_of[request.id] = self.tree.lock(node)
+        self.tree.unlock(before)
+        if slot is not None and self.snapshots is not None:
+            self.snapshots.put(node, slot)
+        if request.num_computed + 1 >= request.num_committed:
+            self._computing.pop(request.id, None)
+        return self.tree.pages(node)
+
+    def leave(self, request: Request) -> None:
+        """Forget a request. Changes: locks, these notes."""
+        node = self._node_of.pop(request.id, None)
+        if node is not None:
+            self.tree.unlock(node)
+        for notes in (self._branch_of, self._computing, self._waited):
+            notes.pop(request.id, None)
+
+    def evict(self, num_pages: int) -> None:
+        """Make pages free, the least recently used first, and drop the states kept there. Changes: both caches."""
+        self._drop(self.tree.evict(num_pages))
+
+    def new_version(self) -> None:
+        """Find nothing any more of what was computed with other weights. Changes: both caches."""
+        self._drop(self.tree.new_version())
+
+    def check(self) -> None:
+        """Raise TreeError or StateError for the first broken invariant."""
+        self.tree.check()
+        if self.snapshots is not None:
+            self.snapshots.check()
+
+    def _drop(self, nodes: Sequence[Node]) -> None:
+        """Forget the states of nodes that are gone. Changes: the snapshots."""
+        for node in nodes if self.snapshots is not None else ():
+            self.snapshots.drop(node)
+
+    def _next(self, request: Request, start: int) -> int | None:
+        """Where the next state of a request is kept, if any is."""
+        if self.snapshots is None or not self.enabled:
+            return None
+        branch = self._branch_of.get(request.id, 0)
+        return next_snapshot(start, request.num_committed, self._page_size, self._every, branch)
+
+    def _namespace(self, request: Request) -> Namespace:
+        """Whose prefixes a request may share."""
+        return self.tree.namespace(request.params.cache_salt)
+
+
+def _same(tokens: list[int], others: list[int], num_tokens: int) -> bool:
+    """Whether the first num_tokens tokens are the same; of unlike prompts, mostly one look shows it."""
+    return tokens[num_tokens - 1] == others[num_tokens - 1] and tokens[:num_tokens] == others[:num_tokens]
