@@ -1,40 +1,38 @@
 # Write your code where it says YOUR CODE, in place of the line that raises. Check it with: pytest tests/exercises
 # ruff: noqa: F401
-"""Chapter 5, radix: what two requests have in common is stored once, computed once, and read once.
-
-The tree of exercises 5.1 and 5.2 keeps a slot of KV memory for each token (pages of one token). A node stands for a run
-of tokens; what may follow them are its children, each under its first token.
-"""
+"""Chapter 5, radix: what two requests have in common is stored once, computed once, and read once."""
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
 
 import torch
 
+from minserve.radix.node import Match, Node
+from minserve.radix.prefix_tree import PrefixTree
+
 
 @dataclass
-class Node:
-    """A run of tokens, the slot that holds each one's keys and values, and what follows."""
+class Run:
+    """A node of 5.1 and 5.2: some tokens, the slot of each, and under its first token what may follow."""
 
     tokens: list[int]
     slots: list[int]
-    children: dict[int, "Node"] = field(default_factory=dict)
+    children: dict[int, "Run"] = field(default_factory=dict)
 
 
-def match(roots: dict[str, Node], tokens: list[int], salt: str = "") -> list[int]:
+def match(roots: dict[str, Run], tokens: list[int], salt: str = "") -> list[int]:
     """Find the tokens of a prompt that need not be computed, because a request before had the same beginning.
 
-    Nobody may find what was kept under another salt. The prompt's last token is always computed: its logits are wanted.
+    Nobody finds what was kept under another salt. The prompt's last token is always computed: its logits are wanted.
 
     Args:
         roots: a tree for each salt; a root has no tokens itself.
-        tokens: the prompt.
-        salt: whose tree to look in; there may be none yet.
+        tokens, salt: the prompt, and whose tree to look in; there may be none yet.
 
-    Returns:
-        The slots of the first tokens, as many as are found. The tree stays as it is.
+    Returns: the slots of the first tokens, as many as are found. The tree stays as it is.
 
-    >>> roots = {"": Node([], [], {7: Node([7, 8, 9], [30, 31, 32])})}
+    >>> roots = {"": Run([], [], {7: Run([7, 8, 9], [30, 31, 32])})}
     >>> match(roots, [7, 8, 5, 5])
     [30, 31]
     """
@@ -42,22 +40,20 @@ def match(roots: dict[str, Node], tokens: list[int], salt: str = "") -> list[int
     raise NotImplementedError("exercise 5.1")
 
 
-def insert(root: Node, tokens: list[int], slots: list[int], num_computed: int) -> list[int]:
+def insert(root: Run, tokens: list[int], slots: list[int], num_computed: int) -> list[int]:
     """Keep what a request has computed, so that others find it. The tree is changed in place.
 
     What the tree has already stays: others read it. Where the new tokens leave a node in the middle, the node is split:
     its upper part keeps the common tokens, and has two children, its old rest and the new one.
 
     Args:
-        root: a tree; its own node has no tokens.
-        tokens: the request's, from the first on.
-        slots: the slot of each; where the request found its beginning in the tree, these are the tree's own slots.
+        root: a tree; it has no tokens itself.
+        tokens, slots: the request's, and the slot of each, the tree's own where the tree had them already.
         num_computed: so many of the tokens have run. The others' slots hold nothing yet.
 
-    Returns:
-        The slots that are of no use now, in order: the request's own copies of tokens that the tree has elsewhere.
+    Returns: the slots that are of no use now, in order: the request's own copies of tokens that the tree has elsewhere.
 
-    >>> root = Node([], [], {7: Node([7, 8, 9], [30, 31, 32])})
+    >>> root = Run([], [], {7: Run([7, 8, 9], [30, 31, 32])})
     >>> insert(root, [7, 8, 5, 6], [40, 41, 42, 43], num_computed=3)
     [40, 41]
     >>> root.children[7].tokens, sorted(root.children[7].children), root.children[7].children[5].slots
@@ -65,6 +61,73 @@ def insert(root: Node, tokens: list[int], slots: list[int], num_computed: int) -
     """
     # YOUR CODE (30 min, medium): walk down as in 5.1; when is a node split, and what becomes of its children?
     raise NotImplementedError("exercise 5.2")
+
+
+class RadixTree(PrefixTree):
+    """The library's tree of pages, which can match, insert and split; yours locks and evicts, and serves in the engine.
+
+    A node's `num_locks` says how many hold it or something below it. Where two nodes meet inside a page, both refer to
+    that page (`node.pages`), and it is free only when both are gone.
+
+        lock(found, num_tokens)  hold the first num_tokens tokens (None: all) of a match or of a node's path, no token
+                                 more: from the root down, everything counts as used now; returns the last node held
+        unlock(node)             take such a lock back
+        evict(num_pages)         let go of leaves without a lock, least recently used first, until so many more pages
+                                 are free or no such leaf is left; returns them in order
+        num_evictable            pages of the tree, each once, that are in no locked node
+
+    >>> from minserve.paging.page_table import PageAllocator
+    >>> tree, pages = RadixTree(allocator := PageAllocator(9), page_size=2), allocator.take(2)
+    >>> leaf = tree.insert([5, 6, 7], pages)
+    >>> allocator.release(pages)  # the tree has references of its own
+    >>> node = tree.lock(tree.match([5, 6, 8]))
+    >>> (node.start, node.stop), tree.num_evictable, len(tree.evict(9)), allocator.num_free
+    ((0, 2), 1, 1, 8)
+    """
+
+    num_uses = 0
+
+    def _attach(self, leaf: Node):  # insert calls this with a new leaf
+        super()._attach(leaf)
+        self.num_uses += 1
+        leaf.last_used = self.num_uses
+
+    def path_to(self, found: Match | Node, num_tokens: int | None) -> tuple[list[Node], int]:
+        """The nodes of these tokens, from the root down, and how many tokens; the last node may reach further."""
+        if isinstance(found, Match):
+            node, stop = [self._root(found.namespace), *found.path][-1], found.num_tokens
+        else:
+            node, stop = found, found.stop
+        path, stop = [], stop if num_tokens is None else min(stop, num_tokens)
+        while node:
+            path, node = [node, *path] if node.start < stop or not node.parent else path, node.parent
+        return path, stop
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the tree, each once."""
+        return len({page for node in self.nodes() for page in node.pages})
+
+    def lock(self, found: Match | Node, num_tokens: int | None = None) -> Node:
+        """Hold a path."""
+        # YOUR CODE (40 min, hard): begin with path_to; self._ending_at(node, stop) splits one that reaches further
+        raise NotImplementedError("exercise 5.3")
+
+    def unlock(self, node: Node) -> None:
+        """Take one lock of a path back."""
+        # YOUR CODE (40 min, hard): every node up to the root (node.parent is None) was held
+        raise NotImplementedError("exercise 5.3")
+
+    def evict(self, num_pages: int) -> list[Node]:
+        """Make room."""
+        # YOUR CODE (40 min, hard): self.nodes() are all nodes; a parent may become a leaf; count what gets free
+        raise NotImplementedError("exercise 5.3")
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages in no locked node."""
+        # YOUR CODE (40 min, hard): a page may be in several nodes
+        raise NotImplementedError("exercise 5.3")
 
 
 def shared_prefix_attention(
@@ -76,14 +139,12 @@ def shared_prefix_attention(
 
     Args:
         q: [requests, heads, dim], each request's newest query.
-        k_prefix, v_prefix: [shared, kv_heads, dim], what all of them attend to; maybe nothing.
+        k_prefix, v_prefix: [shared, kv_heads, dim], what all attend to; maybe nothing, if all have keys of their own.
         k, v: [own, kv_heads, dim]; request r's own keys are starts[r] to starts[r + 1] - 1, maybe none. Heads 0..n-1
             share KV head 0, the next n KV head 1, and so on.
         starts: [requests + 1].
 
-    Returns:
-        The output [requests, heads, dim], scores scaled by dim ** -0.5, and their log-sum-exp [requests, heads].
-        Every query has a key somewhere.
+    Returns: the output [requests, heads, dim], scores scaled by dim ** -0.5, and their log-sum-exp [requests, heads].
 
     >>> one = torch.ones(1, 1, 1)
     >>> out, lse = shared_prefix_attention(one, one.expand(3, 1, 1), 4 * one.expand(3, 1, 1), one, 8 * one, [0, 1])
@@ -99,19 +160,15 @@ def order_queue(
 ) -> list[int]:
     """Choose the order in which waiting requests run, so that they find much of their prompts in the cache.
 
-    They run one after another, and each leaves its prompt in the cache for those behind it. The next is always the one
-    with most tokens to find; of equals, the one that waits longest. But nobody is passed over for ever: those who have
-    waited for more than max_wait_s go before all others, oldest first.
+    They run one after another, and each leaves its prompt in the cache for those behind it. Next is always the one with
+    most tokens to find; of equals, the oldest. But nobody is passed over for ever: those who have waited for more than
+    max_wait_s go before all others, oldest first.
 
     Args:
-        waiting: (when it arrived, its prompt) of each.
-        cached: the token sequences that the cache holds now; a prompt finds the longest beginning that it shares with
-            one of them.
-        now_s: the time now; everybody's waiting time is reckoned from here.
-        max_wait_s: see above.
+        waiting: (when it arrived, its prompt) of each; its waiting time is reckoned up to now_s.
+        cached: the token sequences that the cache holds now; a prompt finds the longest beginning shared with one.
 
-    Returns:
-        Positions in `waiting`, in the order in which they run.
+    Returns: positions in `waiting`, in the order in which they run.
 
     >>> order_queue([(0.0, [1, 2]), (1.0, [5, 6]), (2.0, [1, 3])], [[5, 9]], now_s=3.0, max_wait_s=60.0)
     [1, 0, 2]
@@ -120,37 +177,22 @@ def order_queue(
     raise NotImplementedError("exercise 5.5")
 
 
-@dataclass(frozen=True)
-class Price:
-    """What an API charges, in dollars per million tokens.
-
-    `write` is what an input token costs that is put into the cache, `hit` one that is found there.
-    """
-
-    input: float
-    write: float
-    hit: float
-    output: float
-
-
-def price_break_even(price: Price, prefix_tokens: int, tokens: int, output_tokens: int, saved: float) -> int | None:
+def price_break_even(prices: dict, prefix_tokens: int, tokens: int, output_tokens: int, saved: float) -> int | None:
     """Say from how many requests on it pays to have a provider keep the prefix that they share.
 
-    The first request writes the prefix into the cache, all later ones find it there; what comes behind the prefix is
-    new in each. Output costs the same either way, and is no part of the input's bill.
+    The first request writes it into the cache, all later ones find it there; what comes behind it is new in each.
+    Output costs the same either way, and is no part of the input's bill.
 
     Args:
-        price: the provider's.
-        prefix_tokens: what all requests begin with, at least 1.
-        tokens: further input of each request.
-        output_tokens: output of each.
-        saved: the share of the input's bill that shall be saved at least, all requests together, 0 to 1.
+        prices: dollars per million tokens of "input" and "output", of input that a cache keeps ("write"), of input
+            that it has ("hit").
+        prefix_tokens, tokens, output_tokens: of each request: what all begin with, its further input, its output.
+        saved: the share of the input's bill that all requests together shall save at least.
 
-    Returns:
-        The least number of requests, or None if no number is enough.
+    Returns: the least number of requests, or None if no number is enough.
 
-    >>> price_break_even(Price(2.0, 2.5, 0.2, 6.0), prefix_tokens=2000, tokens=100, output_tokens=300, saved=0.5)
-    3
+    >>> price_break_even({"input": 2.0, "write": 2.5, "hit": 0.2, "output": 6.0}, 2000, 100, 300, saved=0.5)
+    4
     """
     # YOUR CODE (15 min, medium): with n requests, what is the bill with the cache, and without?
     raise NotImplementedError("exercise 5.6")
@@ -161,13 +203,10 @@ def victim(leaves: list[tuple[int, int, int, float]]) -> int:
 
     Chats come back, each turn with all turns before it; in between, long documents are read once each. One of a few
     system prompts stands before everything. The cache is too small. The score is the share of all prompt tokens that
-    are found in it, mean of several loads; the least recently used leaf reaches about 0.41, the smallest 0.29.
+    are found in it, mean of several loads; the least recently used leaf reaches about 0.53, the smallest 0.27.
 
-    Args:
-        leaves: (tokens, tokens on the path above it, requests that came by, seconds since the last one) of each leaf.
-
-    Returns:
-        The place of the one to evict; you are asked again until there is room.
+    Args: leaves, (tokens, tokens above it, requests that came by, seconds since the last one) of each.
+    Returns: the place of the one to evict; you are asked again until there is room.
 
     >>> victim([(900, 200, 1, 50.0), (40, 600, 1, 60.0)])
     0

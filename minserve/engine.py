@@ -19,7 +19,6 @@ from torch import Tensor
 
 from minserve.batching.batcher import Phase, Plan, Slice
 from minserve.choosing import Chosen, choose_tokens
-from minserve.deltanet.state_pool import EMPTY
 from minserve.engine_config import EngineConfig, size_caches
 from minserve.errors import InvalidValue, MinserveError, PromptTooLong
 from minserve.events import EventKind, EventLog
@@ -174,7 +173,7 @@ class Engine:
         self.batcher.check()
         self.cache.check()
         for request, _ in self.batcher.running.values():
-            self.cache.states.expect(self.cache.slot_of.get(request.id, EMPTY), request.num_computed)
+            self.cache.state_of(request)
         held = self.cache.holders - {*self.batcher.running}
         if held:
             raise PageError(f"requests {sorted(held, key=str)} hold pages or states, and do not run")

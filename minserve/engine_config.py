@@ -125,7 +125,7 @@ def size_caches(config: EngineConfig, model: ModelConfig) -> CacheSizes:
     num_states = config.num_states
     if num_states is None:
         fitting = config.cache_bytes // 2 // per_state if per_state else 2 * config.max_running
-        num_rows = min(config.max_running, fitting // 2)  # a row of a step needs a second slot
+        num_rows = min(config.max_running, -(-fitting // 2))  # a row of a step needs a second slot
         snapshots_too = config.prefix_cache and per_state
         num_states = min(fitting - num_rows, config.max_running * (MOST_STATES if snapshots_too else 1))
     num_rows = min(config.max_running, num_states, config.batch_tokens)
@@ -137,7 +137,10 @@ def size_caches(config: EngineConfig, model: ModelConfig) -> CacheSizes:
             left // page_bytes if page_bytes else longest, longest * max(1, min(num_states, config.max_running))
         )
     if num_states < 1 or num_pages < 1:
-        least = max(4, num_states + num_rows) * per_state + page_bytes
-        limit = f"at least {least}, for {max(1, num_states)} states and one page"
+        page_bytes = page_bytes if config.num_pages is None else 0
+        least = (num_states + num_rows) * per_state + page_bytes
+        if config.num_states is None:  # then states take half at most
+            least = 2 * max(2 * per_state, page_bytes)
+        limit = f"at least {least}, for {config.num_states or 1} states and one page"
         raise InvalidValue("cache_bytes", config.cache_bytes, limit, "EngineConfig.cache_bytes or num_states")
     return CacheSizes(num_pages, config.page_size, page_bytes, num_states, num_rows, per_state)

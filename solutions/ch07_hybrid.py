@@ -92,7 +92,7 @@ class SnapshotStore:
         self._used.pop(tokens, None)
         if len(self._used) == self.num_slots:
             del self._used[next(iter(self._used))]
-        self._used[tokens] = True
+        self._used[tokens] = None
         # end
 
     def hit(self, tokens) -> int:

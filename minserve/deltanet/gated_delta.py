@@ -107,7 +107,7 @@ def within_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chun
     q, k, values, g, beta = (_into_chunks(_as_dtype(x, dtype), chunk) for x in (q, k, v, g, beta))
     cumulative = g.cumsum(-1)
     decay, to_end = cumulative.exp(), (cumulative[..., -1:] - cumulative).exp()
-    # e^(G_i - G_j) for i >= j, else 0: a difference, since e^-G_j alone overflows, and so would this above the diagonal.
+    # e^(G_i - G_j) for i >= j, else 0: a difference, for e^-G_j alone overflows, and so would this above the diagonal.
     above = torch.ones(chunk, chunk, dtype=torch.bool, device=v.device).triu(1)
     span = (cumulative[..., :, None] - cumulative[..., None, :]).masked_fill(above, -torch.inf).exp()
     # Row i of the system says: delta_i = beta_i (v_i - what the state holds under k_i after the deltas before it). It
@@ -225,7 +225,7 @@ def _run_long_rows(
 def _run_with_every_state(
     tokens: tuple[Tensor, ...], row_starts: Tensor, lengths: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run rows token by token: the first tokens of all rows together, then the second ones of the rows that have one."""
+    """Run rows token by token: first tokens of all rows together, then the second ones of rows that have one."""
     rows = lengths.argsort(descending=True, stable=True)
     starts, lengths, memory = row_starts[:-1][rows], lengths[rows], state[rows]
     num_tokens = len(tokens[2])

@@ -14,6 +14,7 @@ still wants the first one, it is a snapshot: kept in the tree, at no cost but it
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from itertools import chain
 
 from minserve.deltanet.state_pool import EMPTY, StateError, StatePool
@@ -81,8 +82,9 @@ class HybridCache:
     def admit(self, request: Request, hit: Hit, spare_pages: int) -> bool:
         """Let a request in with what it reuses, if its tokens and one more fit beside `spare_pages` other pages.
 
-        Where the hit ends inside a page, the request gets a copy of it to write on. Changes: this cache and the
-        request's count of computed tokens; or nothing, and then False.
+        Where the hit ends inside a page, the request gets a copy of it to write on. The first page of all that it
+        needs beside the tree's: if it is the only one here and does not fit so, it is let in with nothing reused.
+        Changes: this cache and the request's count of computed tokens; or nothing, and then False.
         """
         cached, slot = self.prefixes.lock(request, hit)
         num_full = hit.num_tokens // self.page_size
@@ -93,7 +95,7 @@ class HybridCache:
         if not (fits and self.grow(table, hit.num_tokens)):
             table.release()
             self.prefixes.leave(request)
-            return False
+            return bool(hit.num_tokens and not self.tables) and self.admit(request, self.prefixes.miss(request), 0)
         self.tables[request.id] = table
         if len(cached) > num_full:
             self._copy_page(cached[-1], table.pages[-1])
@@ -107,6 +109,9 @@ class HybridCache:
     def grow(self, table: PageTable, stop: int) -> bool:
         """Give a table pages up to token `stop`, evicting what is needed. Changes: this cache; or nothing: False."""
         missing = self.pages_needed(stop) - len(table.pages)
+        if missing > self.num_takeable and [*self.tables.values()] == [table]:
+            # A path holds a page twice where somebody went on from the middle of it. The only one here needs no path.
+            self.prefixes.let_go(next(iter(self.tables)))
         if missing > self.num_takeable:
             return False
         if missing > self.allocator.num_free:
@@ -156,13 +161,24 @@ class HybridCache:
         Changes: this cache.
         """
         if keep and self.slot_of.get(request.id, EMPTY) != EMPTY and request.num_computed:
-            self._publish(request, self.slot_of[request.id])
+            with suppress(StateError):  # a state of other tokens, which its step has refused: nobody else is to have it
+                self._publish(request, self.state_of(request))
         table, slot = self.tables.pop(request.id, None), self.slot_of.pop(request.id, None)
         if table is not None:
             table.release()
         if slot is not None:
             self.states.release(slot)
         self.prefixes.leave(request)
+
+    def state_of(self, request: Request) -> int:
+        """The slot that a request goes on from; `EMPTY` at its beginning, and for a model that has no states.
+
+        Errors: StateError when the state in it has not seen exactly the request's computed tokens.
+        """
+        slot = self.slot_of.get(request.id, EMPTY)
+        if slot != EMPTY or self.snapshots is not None:
+            self.states.expect(slot, request.num_computed)
+        return slot
 
     def trim(self) -> None:
         """Drop the oldest snapshots that there is no slot for beside the running requests. Changes: this cache."""

@@ -70,6 +70,10 @@ class Prefixes:
         deepest = max((count for count in places if count <= wanted), default=0)
         return Hit(min(wanted, most), match, places.get(deepest))
 
+    def miss(self, request: Request) -> Hit:
+        """What a request starts from that reuses nothing."""
+        return Hit(0, self.tree.match([], self._namespace(request)), None)
+
     def is_awaited(self, request: Request, hit: Hit) -> bool:
         """Whether a running request is about to compute what this one could reuse. Changes: how long it has waited."""
         waited = self._waited.get(request.id, 0)
@@ -101,6 +105,15 @@ class Prefixes:
     def fork(self, request: Request, child: Request) -> None:
         """Let a child hold on to where its request stands. Changes: locks."""
         self._node_of[child.id] = self.tree.lock(self._node_of[request.id])
+
+    def let_go(self, request_id: Hashable) -> None:
+        """Hold on to nothing of a request's path, and evict all that nobody holds. Changes: locks, both caches."""
+        node = root = self._node_of[request_id]
+        while root.parent is not None:
+            root = root.parent
+        self._node_of[request_id] = self.tree.lock(root)
+        self.tree.unlock(node)
+        self.evict(self.tree.num_pages)
 
     def stop_at(self, request: Request, stop: int) -> int:
         """Where a slice up to `stop` has to end, so that a state can be kept."""

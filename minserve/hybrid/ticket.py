@@ -10,7 +10,6 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from minserve.batching.batcher import Entry
-from minserve.deltanet.state_pool import EMPTY
 from minserve.request import Request
 
 if TYPE_CHECKING:
@@ -96,13 +95,11 @@ class Ticket:
         request.restart()
 
     def state_read(self, request: Request) -> int:
-        """The slot that the request's slice continues from, `EMPTY` at its beginning.
+        """The slot that the request's slice continues from, see `HybridCache.state_of`.
 
         Errors: StateError when the state in it has not seen exactly the request's computed tokens.
         """
-        slot = self._cache.slot_of.get(request.id, EMPTY)
-        self._cache.states.expect(slot, request.num_computed)
-        return slot
+        return self._cache.state_of(request)
 
     def settle(self, request: Request) -> tuple[int, bool]:
         """Leave to a request what this step took for it: its slot, and whether others shall find the state in it.

@@ -202,9 +202,7 @@ def _and_others(names: list[str]) -> str:
     return f" (and {len(names) - 1} others)" if len(names) > 1 else ""
 
 
-def _read_weight(
-    path: Path, stored: StoredTensors, name: str, block: tuple[int, int], dtype: torch.dtype
-) -> Tensor:
+def _read_weight(path: Path, stored: StoredTensors, name: str, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """One stored weight; a float8 one multiplied by its scales."""
     weight, scale = stored.read(name), name + SCALE_SUFFIX
     if (weight.dtype in FP8_DTYPES) != (scale in stored.shapes):

@@ -1,9 +1,9 @@
 """The memory of a padded batch: rows of unequal length at one width, where a pad leaves nothing behind.
 
-    tokens       a b c d e        attention     a pad stands right of every real token, where the causal mask hides it,
-                 f g . . .                      and decoding writes over it
-                                  convolution   the tail is cut at each row's own last token
-                                  delta rule    g = 0 and beta = 0 at a pad, so the state stays as it is
+tokens       a b c d e        attention     a pad stands right of every real token, where the causal mask hides it,
+             f g . . .                      and decoding writes over it
+                              convolution   the tail is cut at each row's own last token
+                              delta rule    g = 0 and beta = 0 at a pad, so the state stays as it is
 """
 
 from __future__ import annotations

@@ -20,7 +20,10 @@ from minserve.plots.charts import (
     stacked_bars,
     timeline,
 )
+from minserve.plots.reuse import interval_map
+from minserve.plots.sharing import radix_tree
 
 __all__ = [
-    "Figure", "bars", "distribution", "heatmap", "histogram", "lines", "page_map", "stacked_bars", "timeline",
+    "Figure", "bars", "distribution", "heatmap", "histogram", "interval_map", "lines", "page_map", "radix_tree",
+    "stacked_bars", "timeline",
 ]  # fmt: skip

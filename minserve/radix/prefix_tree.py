@@ -57,7 +57,7 @@ class PrefixTree:
         self._roots: dict[Namespace, Node] = {}
 
     def namespace(self, salt: Hashable = None) -> Namespace:
-        """Where sequences of this salt are kept, for the weights of now. Errors: InvalidValue for one without a hash."""
+        """Where sequences of this salt are kept, for the weights of now. Errors: InvalidValue without a hash."""
         try:
             hash(salt)
         except TypeError:

@@ -103,9 +103,8 @@ class RadixTree(PrefixTree):
             above.num_locks -= 1
             if not above.num_locks:
                 _count(self._num_locked, above.pages, -1)
-            root, above = above, above.parent
+            above = above.parent
         self._left_alone(node)
-        self._left_alone(root)
 
     def evict(self, num_pages: int) -> list[Node]:
         """Let go of leaves that nobody locks, least recently used first, until enough pages have become free.
@@ -132,12 +131,7 @@ class RadixTree(PrefixTree):
         Changes: the tree and the allocator.
         """
         self.version += 1
-        evicted = []
-        while (leaf := self._oldest_leaf()) is not None:
-            self._remove(leaf)
-            evicted.append(leaf)
-        for root in self._roots.values():
-            root.last_used = OLD
+        evicted = self.evict(self.num_pages + 1)  # more than there are: all that can go
         for node in self.nodes():
             node.last_used = OLD
         return evicted

@@ -154,7 +154,7 @@ def shared_prefix_attention(
     tail, tail_lse = paged_attention(q, k_pages, v_pages, *rest)
     if len(q):
         # The first row that has queries: in `row_starts`, the last 0 of those that it begins with.
-        row = torch.searchsorted(row_starts, row_starts.new_zeros(1), right=True) - 1
+        row = torch.searchsorted(row_starts.contiguous(), row_starts.new_zeros(1), right=True) - 1
         shared_pages = page_tables.index_select(0, row)[0, :num_shared_pages].contiguous()
         parts = _attend_to_prefix(q.contiguous(), k_pages, v_pages, shared_pages, part_tokens, block_keys, wide)
         _merge(tail.contiguous(), tail_lse.contiguous(), *parts, out, lse)

@@ -2,26 +2,30 @@
 
 from dataclasses import dataclass
 
-from minserve.batching.batcher import Batcher, Phase
+from minserve.batching.batcher import Batcher, Entry, Phase
 
 
 @dataclass(eq=False)
 class Asked:
-    """A request for `num_out` tokens; `cached` of its tokens are in the room whenever it is let in."""
+    """A request for `num_out` tokens.
+
+    `cached` of its tokens are in the room whenever it is let in; `later` times it is told to wait while others run.
+    """
 
     id: object
     num_committed: int
     num_out: int = 100
     priority: int = 0
     cached: int = 0
+    later: int = 0
     num_computed: int = 0
 
 
 class Room:
-    """So many pages, held by request."""
+    """So many pages, held by request; slices end at the multiples of `every`."""
 
-    def __init__(self, num_pages=10**6, page_size=1):
-        self.num_pages, self.page_size, self.pages = num_pages, page_size, {}
+    def __init__(self, num_pages=10**6, page_size=1, every=10**6):
+        self.num_pages, self.page_size, self.every, self.pages = num_pages, page_size, every, {}
 
     @property
     def free_pages(self):
@@ -33,12 +37,21 @@ class Room:
     def missing(self, request, stop):
         return max(0, -(-stop // self.page_size) - self.pages_held(request))
 
+    def cached_tokens(self, request):
+        return min(request.cached, request.num_committed - 1)
+
     def admit(self, request, spare_pages):
+        if request.later and self.pages:
+            request.later -= 1
+            return Entry.LATER
         if spare_pages + self.missing(request, request.num_committed + 1) > self.free_pages:
-            return None
-        request.num_computed = min(request.cached, request.num_committed - 1)
+            return Entry.FULL
+        request.num_computed = self.cached_tokens(request)
         self.pages[request.id] = -(-request.num_computed // self.page_size)
-        return request.num_computed
+        return Entry.IN
+
+    def stop_at(self, request, stop):
+        return min(stop, (request.num_computed // self.every + 1) * self.every)
 
     def grow(self, request, stop):
         missing = self.missing(request, stop)
@@ -55,8 +68,8 @@ class Room:
 class Play:
     """A batcher and its room. Attributes: `done` the requests in order of their end, `put_back` those preempted."""
 
-    def __init__(self, *requests, batch_tokens=8, max_running=8, policy="fcfs", num_pages=10**6, page_size=1):
-        self.batcher, self.room = Batcher(batch_tokens, max_running, policy), Room(num_pages, page_size)
+    def __init__(self, *requests, batch_tokens=8, max_running=8, policy="fcfs", **room):
+        self.batcher, self.room = Batcher(batch_tokens, max_running, policy), Room(**room)
         self.done, self.put_back, self._num_departed = [], [], {}
         self.add(*requests)
 
@@ -101,6 +114,7 @@ class Play:
         for piece in plan.slices:
             assert piece.start == piece.request.num_computed < piece.stop <= piece.request.num_committed
             assert piece.stop <= self.room.pages_held(piece.request) * self.room.page_size
+            assert (piece.stop - 1) // self.room.every == piece.start // self.room.every
         decodes = [request for request, phase in before if phase is Phase.DECODE]
         order = decodes + [request for request, phase in before if phase is Phase.PREFILL] + plan.admitted
         assert requests == [request for request in order if request in requests]

@@ -4,6 +4,7 @@ import pytest
 from counted_room import Asked, Play, Room, shown
 
 from minserve.batching.batcher import Batcher, BatcherError, Phase
+from minserve.batching.queue_order import MOST_OVERTAKEN
 from minserve.errors import InvalidValue
 
 
@@ -105,6 +106,83 @@ def test_a_big_request_is_not_starved_by_small_ones():
         play.add(Asked(number, 1, 2))
         play.step()
     assert [request.id for request in play.done[:2]] == [0, "big"]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "longest_prefix"])
+@pytest.mark.parametrize("later", [1, 2, 5])
+def test_who_is_told_to_wait_is_overtaken_and_stays_first_in_line(policy, later):
+    play = Play(Asked("a", 3), Asked("told", 2, 1, later=later), batch_tokens=16, policy=policy)
+    for number in range(later):
+        play.add(Asked(number, 2))
+        assert [request.id for request in play.step().admitted] == ["a", number][number > 0 :]
+        assert [request.id for request in play.batcher.waiting] == ["told"]
+    play.add(Asked("last", 2))
+    assert [request.id for request in play.step().admitted] == ["told", "last"]
+
+
+def test_behind_one_who_is_told_to_wait_nobody_overtakes_the_first_that_does_not_fit():
+    play = Play(Asked("a", 4, 3), num_pages=10)
+    play.step()
+    play.add(Asked("told", 1, 1, later=9), Asked("big", 8, 1), Asked("small", 1, 1))
+    assert play.step().admitted == [] and [request.later for request in play.batcher.waiting] == [8, 0, 0]
+    assert {*play.run_all(20)[:2]} == {"a", "told"}  # when a has left nobody runs, and nobody is told to wait
+
+
+@pytest.mark.parametrize("every", range(1, 10))
+@pytest.mark.parametrize("batch_tokens", [1, 3, 8, 30])
+def test_a_slice_ends_where_the_room_says_and_what_is_left_goes_to_others(every, batch_tokens):
+    asked = [Asked("a", 17, 2), Asked("hit", 16, 3, cached=5), Asked("b", 9, 2), Asked("c", 1, 2)]
+    play, stops = Play(*asked, batch_tokens=batch_tokens, every=every), {request.id: [] for request in asked}
+    while play.batcher.has_work:
+        before = {request: request.cached if request in play.batcher.waiting else request.num_computed
+                  for request in play.batcher.waiting + play.running}  # fmt: skip
+        wanted = [min(request.num_committed - at, every - at % every) for request, at in before.items()]
+        plan = play.step()
+        assert sum(piece.stop - piece.start for piece in plan.slices) == min(batch_tokens, sum(wanted))
+        for piece in plan.slices:
+            stops[piece.request.id].append(piece.stop)
+    for request in asked:
+        points = {*range((request.cached // every + 1) * every, request.num_computed + 1, every)}
+        assert points <= {*stops[request.id]}
+
+
+@pytest.mark.parametrize("max_running", [1, 2, 4])
+def test_the_longest_cached_prefix_is_first_and_of_equals_who_came_first(max_running):
+    asked = [Asked(number, 40, 1, cached=cached) for number, cached in enumerate((0, 4, 16, 4, 99, 0, 16))]
+    play = Play(*asked, batch_tokens=160, max_running=max_running, policy="longest_prefix")
+    assert [request.id for request in play.batcher.waiting] == [*range(7)]
+    order = []
+    while play.batcher.has_work:
+        order += [request.id for request in play.step().admitted]
+    assert order == [4, 2, 6, 1, 3, 0, 5]
+
+
+def test_what_is_cached_is_looked_up_before_each_admission():
+    asked = [Asked(name, 8, 1, cached=cached) for name, cached in (("first", 2), ("other", 1), ("same", 0))]
+    play, (first, other, same) = Play(*asked, max_running=1, policy="longest_prefix"), asked
+    assert play.step().admitted == [first]
+    same.cached = 7  # the first one has computed it
+    assert play.step().admitted == [same] and play.step().admitted == [other]
+
+
+@pytest.mark.parametrize("max_running", [1, 3])
+@pytest.mark.parametrize("num_cold", [1, 4])
+def test_who_shares_nothing_is_not_starved_by_those_who_do(max_running, num_cold):
+    """Every step as many come in whose prompt is cached as are let in."""
+    cold = [Asked(f"cold{number}", 8, 1) for number in range(num_cold)]
+    play = Play(*(Asked(("warm", i), 8, 1, cached=7) for i in range(max_running)), batch_tokens=64,
+                max_running=max_running, policy="longest_prefix")  # fmt: skip
+    play.step()
+    play.add(*cold)
+    overtaken = dict.fromkeys(cold, 0)
+    for number in range(1, 3 * MOST_OVERTAKEN):
+        play.add(*(Asked(("warm", number, i), 8, 1, cached=7) for i in range(max_running)))
+        admitted = play.step().admitted
+        for request in overtaken.keys() & {*play.batcher.waiting}:
+            overtaken[request] += len(admitted)
+    assert not {*cold} & {*play.batcher.waiting}
+    assert all(MOST_OVERTAKEN <= times < MOST_OVERTAKEN + num_cold + max_running for times in overtaken.values())
+    assert [request for request in play.done if request in cold] == cold
 
 
 def test_a_long_prompt_is_read_beside_decoding_rows():

@@ -5,7 +5,7 @@ from counted_room import Asked, Play, shown
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minserve.batching.batcher import Phase
+from minserve.batching.batcher import POLICIES, Phase
 
 
 def reading(play, *requests):
@@ -158,19 +158,20 @@ def test_a_fork_gets_no_place_before_somebody_has_left():
     assert play.batcher.adopt(Asked("fork", 3), Phase.DECODE)
 
 
-REQUESTS = st.lists(st.tuples(st.integers(1, 14), st.integers(1, 12), st.integers(-1, 1)), min_size=1, max_size=9)
+SHAPE = (st.integers(1, 14), st.integers(1, 12), st.integers(-1, 1), st.integers(0, 9), st.integers(0, 3))
+REQUESTS = st.lists(st.tuples(*SHAPE), min_size=1, max_size=9)
 
 
 @settings(max_examples=250, deadline=None, derandomize=True)
 @given(REQUESTS, st.integers(1, 9), st.integers(1, 5), st.integers(1, 5), st.integers(0, 6), st.data())
 def test_everybody_gets_done(requests, batch_tokens, max_running, page_size, extra_pages, data):  # PROG
     """Between two departures nobody is let in twice, so each computes each of its tokens once at most."""
-    policy = data.draw(st.sampled_from(["fcfs", "priority"]))
+    policy, every = data.draw(st.sampled_from(POLICIES)), data.draw(st.integers(1, 9) | st.just(10**6))
     asked = [Asked(number, *shape) for number, shape in enumerate(requests)]
     total = sum(request.num_committed + request.num_out for request in asked)
     largest = max(request.num_committed + request.num_out for request in asked)
     play = Play(batch_tokens=batch_tokens, max_running=max_running, policy=policy, page_size=page_size,
-                num_pages=-(-largest // page_size) + extra_pages)  # fmt: skip
+                every=every, num_pages=-(-largest // page_size) + extra_pages)  # fmt: skip
     num_early = data.draw(st.integers(0, len(asked)))
     play.add(*asked[:num_early])
     for request in asked[num_early:]:

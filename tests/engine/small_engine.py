@@ -1,6 +1,7 @@
 """Small engines on a virtual clock: without a model, with a scripted one, and with a small random one in float64."""
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -20,6 +21,7 @@ CONFIG = ModelConfig(
     num_key_value_heads=2, head_dim=8, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=4,
     linear_value_head_dim=3, intermediate_size=12, max_position_embeddings=64, eos_token_ids=(25,),
 )  # fmt: skip
+ATTENTION_ONLY = replace(CONFIG, layer_types=(FULL, FULL))
 STEP_S = 1.0
 
 
@@ -33,10 +35,10 @@ class Letters:
         return ""
 
 
-def small_model():
+def small_model(config=CONFIG):
     """Random weights, but every head keeps some 0.9 of its state a token: no gate hides a token applied twice."""
     generator = torch.Generator().manual_seed(5)
-    model = HybridLM(CONFIG).to(torch.float64).requires_grad_(False).eval()
+    model = HybridLM(config).to(torch.float64).requires_grad_(False).eval()
     for name, weight in model.named_parameters():
         weight.copy_(0.5 * torch.randn(weight.shape, generator=generator, dtype=torch.float64))
         if name.endswith("A_log"):
@@ -84,11 +86,12 @@ def scripted_tokens(request):
     return tokens[len(request.prompt_ids) :]
 
 
-def make_engine(model=None, parts=None, cost=None, **config):
+def make_engine(model=None, parts=None, cost=None, model_config=CONFIG, **config):
     """An engine with few pages of four tokens; every invariant is checked after each step."""
     own = {"dtype": "float64", "page_size": 4, "num_pages": 32, "batch_tokens": 8, "max_running": 6, "check": True}
     cost = cost or (lambda rows: STEP_S)
-    return Engine(model, CONFIG, EngineConfig(**{**own, **config}), EventLog(VirtualClock()), Letters, parts, cost)
+    config = EngineConfig(**{**own, **config})
+    return Engine(model, model_config, config, EventLog(VirtualClock()), Letters, parts, cost)
 
 
 def ask(name, prompt, max_tokens=4, **params):
@@ -115,11 +118,14 @@ def run_all(engine, progress=None, max_steps=500):
 
 
 def check_idle(engine):
-    """Fail unless nobody is left, and every page and slot is free. CONS."""
+    """Fail unless nobody is left, and every page and slot is free, or kept for others and in nobody's way. CONS."""
+    cache, keeps = engine.cache, engine.config.prefix_cache
     assert not engine.has_work and engine.step() == []
-    assert not engine.batcher.has_work and not engine.cache.tables and not engine.cache.slot_of
-    assert engine.cache.allocator.num_free == engine.sizes.num_pages
-    assert engine.cache.states.num_free == engine.cache.states.num_slots
+    assert not engine.batcher.has_work and not cache.tables and not cache.slot_of and not cache.holders
+    assert cache.num_takeable == engine.sizes.num_pages and cache.tree.num_protected == 0
+    assert keeps or cache.allocator.num_free == engine.sizes.num_pages
+    kept = cache.snapshots.slots if cache.snapshots is not None and keeps else []
+    assert sorted(cache.states.held) == sorted(kept) and len(kept) <= engine.sizes.num_states
     engine.check()
 
 

@@ -7,6 +7,7 @@ from small_engine import CONFIG, Scripted, ask, check_idle, check_story, make_en
 from minserve.errors import InvalidValue, MinserveError
 from minserve.events import EventKind
 from minserve.metrics import metrics_of, steps
+from minserve.paging.page_table import PageTable
 from minserve.request import FinishReason, Status
 
 
@@ -48,7 +49,9 @@ def test_a_slice_of_a_prompt_is_no_decode_however_short(length):  # fault D15
 
 def test_times_are_those_of_the_virtual_clock():
     seen = []
-    engine = make_engine(cost=lambda rows: seen.append(rows) or 0.5 * sum(stop - start for start, stop in rows))
+    engine = make_engine(
+        cost=lambda rows: seen.append(rows) or 0.5 * sum(stop - start for start, stop in rows), prefix_cache=False
+    )
     for name, length in (("a", 6), ("b", 4)):
         engine.add(ask(name, length, 2))
     run_all(engine)
@@ -153,6 +156,12 @@ def test_a_context_beyond_the_models_is_refused():
         make_engine(max_context=65)
 
 
+def begin(engine, name):
+    """Give a request of that name a table and a place in the tree, as if it ran."""
+    engine.cache.tables[name] = PageTable(engine.cache.allocator, engine.cache.page_size)
+    engine.cache.prefixes._node_of[name] = engine.cache.tree.lock(engine.cache.tree.match([]))
+
+
 BREAK = {
     "a page is lost": lambda engine: engine.cache.tables["a"].pages.pop(),
     "a page is taken by nobody": lambda engine: engine.cache.allocator.take(1),
@@ -160,8 +169,13 @@ BREAK = {
     "a slot is another one's": lambda engine: engine.cache.slot_of.update(a=engine.cache.slot_of["b"]),
     "a state is too old": lambda engine: engine.cache.states.stamp(engine.cache.slot_of["a"], 4),
     "a request is ahead of its state": lambda engine: engine.batcher.running["a"][0].commit(6, [1]),
-    "one that waits holds pages": lambda engine: engine.cache.begin(engine.batcher.waiting[0]),
-    "one that is gone holds pages": lambda engine: engine.cache.begin(ask("gone", 3)),
+    "one that waits holds pages": lambda engine: begin(engine, "c"),
+    "one that is gone holds pages": lambda engine: begin(engine, "gone"),
+    "a kept state is too old": lambda engine: engine.cache.states.stamp(engine.cache.snapshots.slots[0], 3),
+    "a kept state is free": lambda engine: engine.cache.states.release(engine.cache.snapshots.slots[0]),
+    "a kept page is free": lambda engine: engine.cache.allocator.release(next(engine.cache.tree.nodes()).pages),
+    "more states are held than may be": lambda engine: setattr(engine.cache, "_num_states", 2),
+    "one that holds pages holds no place": lambda engine: engine.cache.prefixes.leave(engine.batcher.running["a"][0]),
     "one that runs is forgotten": lambda engine: engine.batcher.remove(engine.batcher.running["a"][0]),
     "one that runs waits as well": lambda engine: engine.batcher._queue.append(((0, 0), ask("a", 3))),
 }
@@ -169,7 +183,7 @@ BREAK = {
 
 @pytest.mark.parametrize("fault", BREAK)
 def test_a_broken_invariant_is_found(fault):
-    engine = make_engine(max_running=2)
+    engine = make_engine(max_running=2, snapshot_every=4)
     for name in "abc":
         engine.add(ask(name, 3, 9))
     for _ in range(3):

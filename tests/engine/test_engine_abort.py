@@ -247,7 +247,7 @@ class Aborting(VirtualClock):
 @pytest.mark.parametrize("looks", [1, 2, 3, 4])
 @pytest.mark.parametrize("names", [("v0",), ("v1",), ("v2",), ("v0", "v1", "v2")])
 def test_who_leaves_during_the_commit_gets_this_steps_token(looks, names):  # fault D8
-    engine, requests = make_engine(), family("v", 5, 3)
+    engine, requests = make_engine(), family("v", 4, 3)
     clock = engine.log.clock = Aborting()
     clock.engine, clock.names = engine, names
     engine.add(requests[0], requests[1:])

@@ -117,8 +117,12 @@ def check_nothing_moved(engine, before, after, num_events):
     events = list(engine.log)[num_events:]
     assert {event.kind for event in events} <= {EventKind.PREEMPTED, EventKind.ADMITTED}
     put_back = {event.request_id for event in events if event.kind is EventKind.PREEMPTED}
-    for name in before.keys() - put_back:
+    let_in = {event.request_id: event.data["cached_tokens"] for event in events if event.kind is EventKind.ADMITTED}
+    for name in before.keys() - put_back - let_in.keys():
         assert before[name] == after[name]
+    for name in before.keys() & let_in.keys():  # what it found in the cache is its own, and no more
+        assert after[name][:3] == (let_in[name], *before[name][1:3])
+        assert len(after[name][3]) == engine.cache.pages_needed(let_in[name])
     assert all(after[name][0] == 0 and after[name][1] == before[name][1] for name in put_back)
     engine.check()
 

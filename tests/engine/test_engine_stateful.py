@@ -1,14 +1,19 @@
-"""The engine under any sequence of requests, steps, aborts and failures, in pools of a few pages.
+"""The engine under any sequence of requests, steps, aborts, failures and new weights, in pools of a few pages.
 
-Every invariant is checked after every step. At the end everybody has come to one end within a bounded number of steps,
-has got exactly its tokens, and has left nothing behind.
+Prompts share beginnings, with the prefix cache and without. Every invariant is checked after every step. At the end
+everybody has come to one end within a bounded number of steps, has got exactly its tokens, has reused only what was
+there to be reused, and has left nothing in anybody's way.
 """
+
+from bisect import bisect_right
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from small_engine import (
+    ATTENTION_ONLY,
+    CONFIG,
     Hooked,
     Scripted,
     alone,
@@ -21,10 +26,17 @@ from small_engine import (
     small_model,
 )
 
+from minserve.batching.batcher import POLICIES
 from minserve.errors import PromptTooLong
 from minserve.events import EventKind
 from minserve.metrics import steps
 from minserve.request import FinishReason, Status
+
+BASES = ([*range(14)], [*range(6), *range(20, 12, -1)], [9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9])
+PROMPTS = st.builds(
+    lambda base, cut, tail: [*BASES[base][:cut], *tail][:14] or [3],
+    st.integers(0, 2), st.integers(0, 14), st.lists(st.integers(0, 24), max_size=5),
+)  # fmt: skip
 
 
 class Fails(Exception):
@@ -36,7 +48,7 @@ class EngineModel(RuleBasedStateMachine):
 
     max_tokens, has_model = 8, False
 
-    def make_model(self):
+    def make_model(self, config):
         return None
 
     def wanted(self, request):
@@ -46,25 +58,27 @@ class EngineModel(RuleBasedStateMachine):
     @initialize(
         num_pages=st.integers(1, 8), page_size=st.integers(1, 5), batch_tokens=st.integers(1, 9),
         max_running=st.integers(1, 5), num_states=st.none() | st.integers(1, 4),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(POLICIES), prefix_cache=st.booleans(), snapshot_every=st.integers(1, 9),
+        model_config=st.sampled_from([CONFIG, CONFIG, ATTENTION_ONLY]),
     )  # fmt: skip
-    def start(self, **config):
-        self.usable, self.config = config["num_pages"] * config["page_size"], config
-        self.engine = make_engine(self.make_model(), **config)
-        self.requests, self.riders_of, self.progress, self.had = [], {}, [], {}
+    def start(self, model_config, **config):
+        self.usable, self.config, self.model_config = config["num_pages"] * config["page_size"], config, model_config
+        self.engine = make_engine(self.make_model(model_config), model_config=model_config, **config)
+        self.requests, self.progress, self.had, self.changes = [], [], {}, []
         self.num_steps, self.next_abort, self.next_fails = 0, None, False
 
     @rule(
-        length=st.integers(1, 14), max_tokens=st.integers(0, 8), num=st.integers(1, 3), priority=st.integers(-1, 1),
-        scored=st.booleans(), drawn=st.booleans(),
+        prompt=PROMPTS, max_tokens=st.integers(0, 8), num=st.sampled_from([1, 1, 2, 3]), priority=st.integers(-1, 1),
+        scored=st.sampled_from([False, False, False, True]), drawn=st.booleans(),
+        cache_salt=st.sampled_from([None, None, None, "salt"]),
     )  # fmt: skip
-    def add(self, length, max_tokens, num, priority, scored, drawn):
+    def add(self, prompt, max_tokens, num, scored, drawn, **params):
         max_tokens = min(max_tokens, self.max_tokens)
-        params = {"priority": priority, "temperature": 0.9 * drawn, "seed": 10 * len(self.requests)}
+        params.update(temperature=0.9 * drawn, seed=10 * len(self.requests))
         if scored or not max_tokens:
             params["prompt_logprobs"] = 0
-        first, *riders = family(f"{len(self.requests)}.", length, num, max_tokens, **params)
-        if length + max(0, max_tokens - 1) > self.usable:  # the last token needs no place
+        first, *riders = family(f"{len(self.requests)}.", prompt, num, max_tokens, **params)
+        if len(prompt) + max(0, max_tokens - 1) > self.usable:  # the last token needs no place
             with pytest.raises(PromptTooLong, match="EngineConfig.num_pages"):
                 self.engine.add(first, riders)
             return
@@ -75,6 +89,12 @@ class EngineModel(RuleBasedStateMachine):
     def step(self, num):
         for _ in range(num):
             self.one_step()
+
+    @rule()
+    def change_weights(self):
+        self.engine.weights_changed()
+        self.engine.check()
+        self.changes.append(len(self.engine.log))
 
     @rule(index=st.integers(0, 40))
     def abort(self, index):
@@ -113,6 +133,7 @@ class EngineModel(RuleBasedStateMachine):
             self.engine.check()
         self.num_steps += 1
         self.check_places()
+        self.check_takeable()
 
     def check_places(self):
         """Fail unless each unfinished request waits, or runs, or rides along, and no other one does."""
@@ -123,6 +144,13 @@ class EngineModel(RuleBasedStateMachine):
             number, _, index = name.partition(".")
             before = [f"{number}.{i}" for i in range(int(index))]
             assert any(other in queued for other in before)  # it rides with one of these
+
+    def check_takeable(self):
+        """Fail where a page that somebody holds could be evicted, and so counts as one that may be had."""
+        nodes = [*self.engine.cache.tree.nodes()]
+        locked = {page for node in nodes if node.num_locks for page in node.pages}
+        held = {page for table in self.engine.cache.tables.values() for page in table.pages}
+        assert not ({page for node in nodes for page in node.pages} - locked) & held
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -143,20 +171,46 @@ class EngineModel(RuleBasedStateMachine):
             assert gone or not self.has_model or (scores is None) == (request.params.prompt_logprobs is None)
             assert gone or scores is None or len(scores) == len(request.prompt_ids)
         self.check_work()
+        self.check_hits()
 
     def check_work(self):
-        """Fail where a step passes its budget, or where a token is computed twice before somebody leaves."""
+        """Fail where a step passes its budget, leaves a token out, or computes one again before somebody has left."""
         runs = steps(self.engine.log)
         assert all(0 < run.num_tokens <= self.config["batch_tokens"] for run in runs)
         assert all(run.num_rows <= self.config["max_running"] for run in runs)
-        computed = set()
+        computed, stands_at = set(), {}
         for event in self.engine.log:
             if event.kind is EventKind.FINISHED:
                 computed.clear()
+            elif event.kind is EventKind.ADMITTED:
+                stands_at[event.request_id] = event.data["cached_tokens"]
             elif event.kind is EventKind.SLICE:
+                assert event.data["start"] == stands_at[event.request_id]
+                stands_at[event.request_id] = event.data["stop"]
                 tokens = {(event.request_id, position) for position in range(event.data["start"], event.data["stop"])}
                 assert not tokens & computed
                 computed |= tokens
+
+    def check_hits(self):
+        """Fail where a request reused what none of its salt had computed before it came, with the same weights."""
+        by_id, known, weights_of, readers = {request.id: request for request in self.requests}, {}, {}, {}
+        for number, event in enumerate(self.engine.log):
+            if event.kind not in (EventKind.ADMITTED, EventKind.SLICE):
+                continue
+            request, salt = by_id[event.request_id], by_id[event.request_id].params.cache_salt
+            family_name = request.id.partition(".")[0]
+            if event.kind is EventKind.SLICE:
+                readers[family_name] = request.id
+                ends = range(event.data["start"] + 1, event.data["stop"] + 1)
+                place = known.setdefault((weights_of[request.id], salt), set())
+                place.update(tuple(request.tokens[:stop]) for stop in ends)
+            elif request.id not in weights_of and event.data["cached_tokens"] == len(request.prompt_ids):  # a fork
+                weights_of[request.id] = weights_of[readers[family_name]]
+            else:
+                weights_of[request.id] = weights = bisect_right(self.changes, number)
+                reused = tuple(request.tokens[: event.data["cached_tokens"]])
+                assert not reused or reused in known.get((weights, salt), ())
+                assert not reused or (self.config["prefix_cache"] and request.params.prompt_logprobs is None)
 
 
 class ScriptedModel(EngineModel):
@@ -164,7 +218,7 @@ class ScriptedModel(EngineModel):
 
     has_model = True
 
-    def make_model(self):
+    def make_model(self, config):
         return Scripted(during=self.during)
 
     def wanted(self, request):
@@ -174,13 +228,14 @@ class ScriptedModel(EngineModel):
 class SmallModel(EngineModel):
     """The same with the small random model, in memory where all that is free is NaN."""
 
-    has_model, max_tokens, small = True, 5, small_model()
+    has_model, max_tokens = True, 5
+    small = {config.layer_types: small_model(config) for config in (CONFIG, ATTENTION_ONLY)}
 
-    def make_model(self):
-        return Hooked(self.small, self.during)
+    def make_model(self, config):
+        return Hooked(self.small[config.layer_types], self.during)
 
     def wanted(self, request):
-        return alone(self.small, request)[0]
+        return alone(self.small[self.model_config.layer_types], request)[0]
 
     def one_step(self):
         poison_free(self.engine)

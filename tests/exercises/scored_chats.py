@@ -1,10 +1,12 @@
 """The load on which chapter 7's scored exercise is tried: chats whose states are kept in a few slots, and its bound."""
 
 from collections import deque
+from functools import cache
 
 import numpy as np
 
 
+@cache
 def drawn_turns(num_chats, think_s, seed):
     """(time, path, tokens of each prefix of it) of each turn, in order; a path is (system prompt, turn, turn, ...)."""
     rng, turns, begins_s, num_turns = np.random.default_rng(seed), [], 0.0, 6  # paths begin with 0 .. 5
@@ -38,13 +40,14 @@ def share_saved(drop, kept_as, num_slots, think_s, seed):
                 if chosen not in range(len(rows)):
                     raise ValueError(f"{chosen} is no position among {len(rows)} snapshots")
                 del kept[rows[chosen].path]
-    return num_saved / most_saved(turns, num_slots)
+    return num_saved / most_saved(num_slots, think_s, seed)
 
 
-def most_saved(turns, num_slots):
+@cache
+def most_saved(num_slots, think_s, seed):
     """Tokens that no choice can surpass: system prompts are kept beside the slots, and the future is known."""
     last_s, intervals, num_shared = {}, [], 0
-    for now_s, path, counts in turns:
+    for now_s, path, counts in drawn_turns(150, think_s, seed):
         num_shared += counts[0] * (path[:1] in last_s)
         if len(path) > 2:
             intervals.append((last_s[path[:-1]], now_s, counts[-2] - counts[0]))

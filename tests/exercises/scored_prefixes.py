@@ -1,4 +1,4 @@
-"""The load on which chapter 5's scored exercise is tried: chats, and long documents that are read once, in one cache."""
+"""The load on which chapter 5's scored exercise is tried: chats, and documents that are read once, in one cache."""
 
 from dataclasses import dataclass, replace
 

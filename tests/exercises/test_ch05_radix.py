@@ -1,71 +1,32 @@
 """Checks of chapter 5's exercises. See AUTHORS.md in exercises/."""
 
 from fractions import Fraction
-from itertools import count
 
 import numpy as np
 import torch
 from checks import AtLeast, Case
 from one_at_a_time import attended, random
 from scored_prefixes import share_found
+from small_trees import answer, answers, flat, shared_sequences, slots_of, some_calls, tree
 
-
-def grown(Node, sequences):
-    """The children of a node below which these (tokens, slots) lie; of tokens that come twice the first slots count."""
-    children = {}
-    for first in dict.fromkeys(tokens[0] for tokens, _ in sequences if tokens):
-        mine = [(tokens, slots) for tokens, slots in sequences if tokens[:1] == [first]]
-        num = next(n for n in count(1) if len({(*tokens[: n + 1], len(tokens) > n) for tokens, _ in mine}) > 1
-                   or n == len(mine[0][0]))  # fmt: skip
-        below = [(tokens[num:], slots[num:]) for tokens, slots in mine]
-        children[first] = Node(mine[0][0][:num], mine[0][1][:num], grown(Node, below))
-    return children
-
-
-def tree(Node, *sequences):
-    """A root above all these (tokens, first slot); tokens take slots one after another."""
-    return Node([], [], grown(Node, [(list(tokens), slots_of(tokens, slot)) for tokens, slot in sequences]))
-
-
-def slots_of(tokens, slot):
-    """Slots one after another."""
-    return list(range(slot, slot + len(tokens)))
-
-
-def flat(node, above=""):
-    """Every token below a node, as {the tokens down to it: its slot}; what is wrong with a node is written behind."""
-    found = {}
-    for first, child in node.children.items():
-        path, fits = above, len(child.tokens) == len(child.slots) and child.tokens[:1] == [first]
-        for token, slot in zip(child.tokens, child.slots, strict=False):
-            path = f"{path} {token}".strip()
-            found[path] = slot if fits and path not in found else f"{slot}, in a node that cannot be"
-        found |= flat(child, path)
-    return found
-
-
-def shared_sequences(num, seed):
-    """Sequences that share beginnings, each with slots of its own."""
-    rng, made = np.random.default_rng(seed), []
-    for i in range(num):
-        start = made[int(rng.integers(i))][0] if i else []
-        start = start[: int(rng.integers(len(start) + 1))]
-        made.append((start + rng.integers(1, 4, int(rng.integers(1, 6))).tolist(), 100 * (i + 1)))
-    return made
+from minserve.radix.radix_tree import RadixTree as LibraryTree
 
 
 def test_5_1_match(ex):
     def case(sequences, tokens, want, note, salt="", where=""):
-        roots = {name: tree(ex.Node, *[(t, s) for t, s in sequences]) for name in where.split(",")}
+        roots = {name: tree(ex.Run, *[(t, s) for t, s in sequences]) for name in where.split(",")}
         return Case({"roots": roots, "tokens": list(tokens), "salt": salt}, want, note)
 
     one, two = [((7, 8, 9), 30)], [((7, 8, 9, 4), 30), ((7, 8, 5), 40)]
     chain = [((1, 2), 10), ((1, 2, 3, 4), 10), ((1, 2, 3, 4, 5, 6), 10), ((1, 2, 9), 50)]
     cases = [
-        case(one, (5, 6), [], "nothing in common"), case(one, (7, 8, 9, 5), [30, 31, 32], "all of a node"),
-        case(one, (7, 8, 5), [30, 31], "a node's first tokens"), case(one, (7, 5, 9, 1), [30], "not the tokens behind"),
+        case(one, (5, 6), [], "nothing in common"),
+        case(one, (7, 8, 9, 5), [30, 31, 32], "all of a node"),
+        case(one, (7, 8, 5), [30, 31], "a node's first tokens"),
+        case(one, (7, 5, 9, 1), [30], "not the tokens behind"),
         case(one, (7, 8, 9), [30, 31], "the prompt itself is there"),  # fault C10
-        case(one, (7, 8), [30], "a node begins with the prompt"), case(one, (7,), [], "one token, and it is there"),
+        case(one, (7, 8), [30], "a node begins with the prompt"),
+        case(one, (7,), [], "one token, and it is there"),
         case(two, (7, 8, 9, 4, 1), [30, 31, 32, 33], "on, into a child"),
         case(two, (7, 8, 5, 1), [30, 31, 42], "into the other child"),
         case(two, (7, 8, 1, 1), [30, 31], "a node's end, and none of its children"),
@@ -76,7 +37,7 @@ def test_5_1_match(ex):
         case(one, (7, 8, 9, 5), [30, 31, 32], "the same salt", "a", "a"),
         case(one, (7, 8, 9, 5), [], "no salt, and a tree with one", "", "a"),
     ]
-    roots = {"a": tree(ex.Node, ((7, 8), 10)), "b": tree(ex.Node, ((7, 8, 9), 20))}
+    roots = {"a": tree(ex.Run, ((7, 8), 10)), "b": tree(ex.Run, ((7, 8, 9), 20))}
     for salt, want in (("a", [10, 11]), ("b", [20, 21, 22])):
         cases.append(Case({"roots": roots, "tokens": [7, 8, 9, 9], "salt": salt}, want, "two salts"))
     for seed in range(6):
@@ -96,21 +57,30 @@ def inserted(insert, root, **args):
     return {"given back": insert(root, **args), "tree": flat(root)}
 
 
-def test_5_2_insert(ex):
+def insertion(Run):
+    """A function that makes a case of 5.2."""
+
     def case(sequences, tokens, slots, want, note, num_computed=None):
         num = len(tokens) if num_computed is None else num_computed
         slots = slots_of(tokens, slots) if isinstance(slots, int) else slots
-        grown_root = flat(tree(ex.Node, *sequences))
+        grown_root = flat(tree(Run, *sequences))
         for n in range(1, num + 1):
             grown_root.setdefault(" ".join(map(str, tokens[:n])), slots[n - 1])
-        args = {"root": tree(ex.Node, *sequences), "tokens": list(tokens), "slots": slots, "num_computed": num}
+        args = {"root": tree(Run, *sequences), "tokens": list(tokens), "slots": slots, "num_computed": num}
         return Case(args, {"given back": want, "tree": grown_root}, note, run=inserted, may_change=("root",))
 
+    return case
+
+
+def test_5_2_insert(ex):
+    case = insertion(ex.Run)
     one, two = [((7, 8, 9), 30)], [((7, 8, 9, 4), 30), ((7, 8, 5), 40)]
     cases = [
-        case([], (7,), 30, [], "one token, and an empty tree"), case([], (7, 8, 9), 30, [], "an empty tree"),
+        case([], (7,), 30, [], "one token, and an empty tree"),
+        case([], (7, 8, 9), 30, [], "an empty tree"),
         case([], (7, 8, 9), 30, [], "one of three tokens has run", 1),  # fault C9
-        case([], (7, 8, 9), 30, [], "nothing has run", 0), case(one, (5, 6), 60, [], "nothing in common"),
+        case([], (7, 8, 9), 30, [], "nothing has run", 0),
+        case(one, (5, 6), 60, [], "nothing in common"),
         case(one, (7, 8, 9, 4), [30, 31, 32, 63], [], "what was found there, and one token more"),
         case(one, (7, 8, 9), [30, 31, 32], [], "what was found there, and nothing more"),
         case(one, (7, 8, 9), 60, [60, 61, 62], "the same tokens, computed at the same time"),
@@ -127,7 +97,7 @@ def test_5_2_insert(ex):
     ]
     for seed in range(6):
         *made, (tokens, slot) = shared_sequences(9, seed)
-        held = flat(tree(ex.Node, *made))
+        held = flat(tree(ex.Run, *made))
         num = len(tokens) - seed % 2
         there = [held.get(" ".join(map(str, tokens[:n]))) for n in range(1, num + 1)]
         slots = [mine if there is None or seed % 3 == 0 else there
@@ -135,6 +105,67 @@ def test_5_2_insert(ex):
         back = [mine for mine, its in zip(slots, there, strict=False) if its not in (None, mine)]
         cases.append(case(made, tokens, slots, back, "many sequences", num))
     ex.check("insert", cases)
+
+
+def told(page_size, note, *rows):
+    """A case of 5.3; rows of (call, its arguments, what came back, pages free of 40, evictable pages, leaves)."""
+    calls, want = [row[:-4] for row in rows], [answer(*row[-4:]) for row in rows]
+    return Case({"page_size": page_size, "calls": calls}, want, note, run=answers)
+
+
+AB, ABC = ("insert", "ab", "ab inserted", 38, 2, "ab"), ("insert", "abc", "abc inserted", 37, 3, "abc")
+ABD, THREE = ("insert", "abd", "abd inserted", 36, 4, "abc abd"), ("insert", "c", "c inserted", 36, 4, "ab c d")
+HERE = [AB, ("insert", "d", "d inserted", 37, 3, "ab d"), THREE]
+
+
+def calls_on_a_branch():
+    """Cases of 5.3 with several leaves."""
+    return [
+        told(1, "a branch", ABC, ABD, ("lock", "abd", "abd", 36, 1, "abc abd"), ("evict", 9, "c", 37, 0, "abd")),
+        told(1, "the node above is locked, the leaf is not", ABC, ABD, ("lock", "ab", "ab", 36, 2, "abc abd"),
+             ("evict", 9, "c d", 38, 0, "ab"), ("unlock", 0, "ab", 38, 2, "ab")),
+        told(1, "split while it is locked", ABC, ("lock", "abc", "abc", 37, 0, "abc"), (*ABD[:3], 36, 1, "abc abd"),
+             ("unlock", 0, "abc", 36, 4, "abc abd"), ("evict", 9, "c d ab", 40, 0, "")),
+        told(1, "the oldest of three", *HERE, ("evict", 1, "ab", 38, 2, "c d")),
+        told(1, "three pages' worth", *HERE, ("evict", 3, "ab d", 39, 1, "c")),  # fault C13
+        told(1, "a use makes young", *HERE, ("lock", "ab", "ab", 36, 2, "ab c d"), ("unlock", 0, "ab", 36, 4, "ab c d"),
+             ("evict", 1, "d", 37, 3, "ab c")),
+        told(1, "two uses", *HERE, ("lock", "ab", "ab", 36, 2, "ab c d"), ("lock", "d", "d", 36, 1, "ab c d"),
+             ("unlock", 1, "d", 36, 2, "ab c d"), ("unlock", 0, "ab", 36, 4, "ab c d"),
+             ("evict", 2, "c ab", 39, 1, "d")),
+        told(1, "a parent becomes a leaf", ABC, ABD, ("evict", 9, "c d ab", 40, 0, "")),
+        told(1, "no more than needed", ABC, ABD, ("evict", 2, "c d", 38, 2, "ab")),
+        told(2, "two nodes in one page", ("insert", "abc", "abc inserted", 38, 2, "abc"),
+             ("lock", "a", "a", 38, 1, "abc"), ("evict", 1, "bc", 39, 0, "a"), ("unlock", 0, "a", 39, 1, "a")),
+        told(2, "a page that is not free yet", ("insert", "ab", "ab inserted", 39, 1, "ab"),
+             ("lock", "a", "a", 39, 0, "ab"), ("unlock", 0, "a", 39, 1, "ab"), ("evict", 1, "b a", 40, 0, "")),
+    ]  # fmt: skip
+
+
+def test_5_3_radix_tree(ex):
+    cases = [
+        told(1, "one leaf", AB, ("evict", 1, "ab", 40, 0, "")), told(1, "no tree yet", ("evict", 1, "", 40, 0, "")),
+        told(1, "room that is there is not room made", AB, ("evict", 0, "", 38, 2, "ab")),
+        told(1, "a lock", AB, ("lock", "ab", "ab", 38, 0, "ab")),  # fault C1: just below the root
+        told(1, "a locked leaf", AB, ("lock", "ab", "ab", 38, 0, "ab"), ("evict", 1, "", 38, 0, "ab")),
+        told(1, "unlocked", AB, ("lock", "ab", "ab", 38, 0, "ab"), ("unlock", 0, "ab", 38, 2, "ab"),
+             ("evict", 1, "ab", 40, 0, "")),
+        told(1, "locked twice", AB, ("lock", "ab", "ab", 38, 0, "ab"), ("lock", "ab", "ab", 38, 0, "ab"),
+             ("unlock", 0, "ab", 38, 0, "ab"), ("evict", 1, "", 38, 0, "ab"), ("unlock", 1, "ab", 38, 2, "ab")),
+        told(1, "a match that ends in a node", ABC, ("lock", "ab", "ab", 37, 1, "abc"),  # fault C3
+             ("evict", 9, "c", 38, 0, "ab"), ("unlock", 0, "ab", 38, 2, "ab")),
+        told(1, "less than was matched", ABC, ("lock", "abc", 2, "ab", 37, 1, "abc"), ("evict", 1, "c", 38, 0, "ab")),
+        told(1, "more than was matched", ABC, ("lock", "abx", 3, "ab", 37, 1, "abc"), ("evict", 1, "c", 38, 0, "ab")),
+        told(1, "nothing of the match", ABC, ("lock", "abc", 0, "", 37, 3, "abc"), ("evict", 1, "abc", 40, 0, ""),
+             ("unlock", 0, "", 40, 0, "")),
+        told(1, "nothing matched", AB, ("lock", "x", "", 38, 2, "ab"), ("evict", 9, "ab", 40, 0, "")),
+        *calls_on_a_branch(),
+    ]  # fmt: skip
+    for page_size, num_calls, seed in [(1, 12, 0), (2, 12, 1), (3, 20, 2), (4, 30, 3), (2, 40, 4), (1, 40, 5)]:
+        calls = some_calls(num_calls, seed)
+        args = {"page_size": page_size, "calls": calls}
+        cases.append(Case(args, answers(LibraryTree, page_size, calls), f"{num_calls} calls", run=answers))
+    ex.check("RadixTree", cases)
 
 
 def test_5_4_shared_prefix_attention(ex):
@@ -183,8 +214,10 @@ def test_5_5_order_queue(ex):
 
     a, b, c = (0.0, [1, 2, 3]), (1.0, [4, 5, 6]), (2.0, [1, 2, 7])
     cases = [
-        case([a], [], [0], "one request"), case([], [[1]], [], "nobody waits"),
-        case([a, b], [], [0, 1], "an empty cache"), case([b, a], [], [1, 0], "an empty cache, the second is older"),
+        case([a], [], [0], "one request"),
+        case([], [[1]], [], "nobody waits"),
+        case([a, b], [], [0, 1], "an empty cache"),
+        case([b, a], [], [1, 0], "an empty cache, the second is older"),
         case([a, b], [[4]], [1, 0], "the second finds a token"),
         case([a, b], [[1], [4, 5]], [1, 0], "the second finds more"),
         case([a, b], [[9, 1, 2], [4]], [1, 0], "the cache holds the first one's tokens, and not as a beginning"),
@@ -196,7 +229,7 @@ def test_5_5_order_queue(ex):
         case([a, b], [[4, 5]], [0, 1], "the first has waited too long", max_wait_s=8.5),
         case([a, b], [[4, 5]], [1, 0], "the first has waited for just as long as it may", max_wait_s=9.0),
         case([b, a, c], [[1]], [1, 0, 2], "two have waited too long: the oldest first", max_wait_s=7.5),
-        case([a, (0.5, [8]), b, c], [[4, 5]], [0, 3, 2, 1], "one has waited too long, and shares", max_wait_s=8.9),
+        case([a, (0.5, [8]), b, c], [[4]], [0, 3, 2, 1], "one has waited too long, and shares", max_wait_s=8.9),
     ]
     for seed in range(8):
         rng, made = np.random.default_rng(seed), shared_sequences(9, seed)
@@ -207,9 +240,9 @@ def test_5_5_order_queue(ex):
     ex.check("order_queue", cases)
 
 
-def least(price, prefix_tokens, tokens, output_tokens, saved, most=5000):
+def least(prices, prefix_tokens, tokens, output_tokens, saved, most=5000):
     """The least number of requests, by trying one after another in exact numbers."""
-    wide, write, hit = (Fraction(str(getattr(price, name))) for name in ("input", "write", "hit"))
+    wide, write, hit = (Fraction(str(prices[name])) for name in ("input", "write", "hit"))
     for num in range(1, most):
         cached = write * prefix_tokens + (num - 1) * hit * prefix_tokens + num * wide * tokens
         if cached <= (1 - Fraction(str(saved))) * num * wide * (prefix_tokens + tokens):
@@ -218,21 +251,22 @@ def least(price, prefix_tokens, tokens, output_tokens, saved, most=5000):
 
 
 def test_5_6_price_break_even(ex):
-    def case(price, prefix_tokens, tokens, output_tokens, saved, note, want=0):
-        args = {"price": ex.Price(*price), "prefix_tokens": prefix_tokens, "tokens": tokens,
-                "output_tokens": output_tokens, "saved": saved}  # fmt: skip
+    def case(prices, prefix_tokens, tokens, output_tokens, saved, note, want=0):
+        prices = dict(zip(("input", "write", "hit", "output"), prices, strict=True))
+        args = {"prices": prices, "prefix_tokens": prefix_tokens, "tokens": tokens, "output_tokens": output_tokens,
+                "saved": saved}  # fmt: skip
         return Case(args, want if want != 0 else least(**args), note)
 
-    flat_price, premium = (2.0, 2.0, 0.5, 6.0), (2.0, 2.5, 0.25, 6.0)
+    even, premium = (2.0, 2.0, 0.5, 6.0), (2.0, 2.5, 0.25, 6.0)
     ex.check("price_break_even", [
-        case(flat_price, 1000, 0, 0, 0.0, "writing costs no more: the first is no dearer", 1),
-        case(flat_price, 1000, 0, 0, 0.5, "half is saved: 2 + 0.5 + 0.5 of 3 x 2 dollars", 3),
+        case(even, 1000, 0, 0, 0.0, "writing costs no more: the first is no dearer", 1),
+        case(even, 1000, 0, 0, 0.5, "half is saved: 2 + 0.5 + 0.5 of 3 x 2 dollars", 3),
         case(premium, 1000, 0, 0, 0.0, "writing costs more: 2.5 + 0.25 of 2 x 2 dollars", 2),
         case(premium, 1000, 0, 0, 0.5, "a premium, and half to be saved"),
         case(premium, 1000, 0, 0, 0.875, "as much as a hit saves is never reached", None),
         case(premium, 1000, 0, 0, 0.95, "more than a hit saves", None),
         case((2.0, 3.0, 2.0, 6.0), 1000, 0, 0, 0.0, "a hit saves nothing", None),
-        case(premium, 1000, 500, 0, 0.25, "further input"), case(premium, 1000, 500, 900, 0.25, "further input, output"),
+        case(premium, 1000, 500, 0, 0.25, "further input"), case(premium, 1000, 500, 900, 0.25, "input and output"),
         case(premium, 1000, 5000, 0, 0.25, "much further input", None),
         case(premium, 1000, 0, 5000, 0.75, "much output"), case(premium, 5000, 200, 100, 0.8, "nearly all to be saved"),
         case((0.6, 0.6, 0.02, 2.0), 2000, 300, 400, 0.8, "cheap hits"),
@@ -247,8 +281,7 @@ def test_5_7_victim(ex):
     def share(victim, loads):
         return float(np.mean([share_found(victim, *load) for load in loads]))
 
-    loads = [(num_users, capacity, seed) for num_users, capacity in ((150, 6000), (150, 12000), (250, 8000))
-             for seed in (0, 1)]  # fmt: skip
+    loads = [(120, 6000, 0), (120, 12000, 1), (120, 8000, 2)]
     ex.check("victim", [
-        Case({"loads": loads}, want=AtLeast(0.46), run=share, note="users, tokens that fit, seed"),
+        Case({"loads": loads}, want=AtLeast(0.58), run=share, note="users, tokens that fit, seed"),
     ])  # fmt: skip

@@ -97,15 +97,15 @@ def pair_row(pair, kernel, dtype: torch.dtype, timer) -> Row:
     args = pair.tensors(dtype, timer.device)
     wide = [x.to(torch.promote_types(x.dtype, torch.float32)) if x.is_floating_point() else x.clone() for x in args]
     mine = [x.clone() for x in args]
-    wanted, found = pair.reference(*wide), kernel(*mine)
+    wanted, found = pair.reference(*wide, **pair.given), kernel(*mine, **pair.given)
     if wanted is None:  # it writes to the pools that it is given, its third and fourth argument
         wanted, found = wide[2:4], mine[2:4]
     wanted, found = ((x,) if isinstance(x, torch.Tensor) else x for x in (wanted, found))
     row.error, row.bound = max(pair.differences(found, wanted, args), key=share_of_bound)
     del wide, mine, wanted, found
-    call = partial(kernel, *args, **pair.options(args))
+    call = partial(kernel, *args, **pair.given, **pair.options(args))
     row.num_bytes, row.gpu_s, row.call_s = pair.num_bytes(dtype), timer.gpu_s(call), timer.call_s(call)
-    row.reference_s = timer.call_s(lambda: pair.reference(*args), num_repeats=min(3, timer.num_repeats))
+    row.reference_s = timer.call_s(lambda: pair.reference(*args, **pair.given), num_repeats=min(3, timer.num_repeats))
     return row
 
 
@@ -245,7 +245,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.exit(2, f"no GPU: torch {torch.__version__} finds no CUDA device here; --tiny checks the script alone\n")
     os.environ["TRITON_INTERPRET"] = "1" if asked.tiny else "0"
     os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
-    sys.path[:0] = [str(TESTS.parent), *(str(TESTS / name) for name in ("kernels", "paging", "batching", "deltanet"))]
+    folders = ("kernels", "paging", "batching", "deltanet", "radix")
+    sys.path[:0] = [str(TESTS.parent), *(str(TESTS / name) for name in folders)]
     stop_s = began_s + asked.seconds - RESERVE_S
     return 0 if check(run_for(asked.tiny), asked.out, began_s, stop_s) else 1
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import paged_cases
@@ -19,6 +20,7 @@ from test_tail_copy import Case as TailCase
 from minserve.batching import ragged_attention as batching
 from minserve.deltanet import tail_copy as deltanet
 from minserve.paging import paged_attention as paging
+from minserve.radix import shared_prefix_attention as radix
 
 INDEX_BYTES = 8  # the engine's tables hold 64-bit numbers
 
@@ -33,12 +35,13 @@ class Sizes:
     channels: int = 8192
     decode_rows: int = 64
     context: int = 4096
+    shared: int = 3840
     prompt: int = 2048
     unequal: tuple[int, ...] = (1024, 512, 256, 255, 1)
     page_sizes: tuple[int, ...] = (16, 64)
 
 
-TINY = Sizes(4, 2, 24, 37, decode_rows=2, context=7, prompt=3, unequal=(2, 1), page_sizes=(4,))
+TINY = Sizes(4, 2, 24, 37, decode_rows=2, context=7, shared=4, prompt=3, unequal=(2, 1), page_sizes=(4,))
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Pair:
 
     Fields: `tensors` makes the arguments for a dtype and a device; `num_bytes` counts for a dtype what must move;
     `flops` of the matrix products; `reference` the function; `differences` takes results, wanted ones and arguments to
-    (error, bound) pairs; `options` are the kernel's alone, for timing.
+    (error, bound) pairs; `options` are the kernel's alone, for timing; `given` what both get beside their tensors.
     """
 
     kernel: str
@@ -58,6 +61,7 @@ class Pair:
     differences: Callable[..., list[tuple[float, float]]]
     flops: int = 0
     options: Callable[[tuple], dict] = field(default=lambda args: {})
+    given: dict = field(default_factory=dict)
 
 
 def randn(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
@@ -131,6 +135,26 @@ def paged_pair(note: str, queries: tuple[int, ...], contexts: tuple[int, ...], p
     )  # fmt: skip
 
 
+def shared_pair(note: str, queries: tuple[int, ...], contexts: tuple[int, ...], page_size: int, sizes: Sizes) -> Pair:
+    """The same behind a prefix that all rows share; the pages that they would have had hold NaN."""
+    paged = paged_pair(note, queries, contexts, page_size, sizes)
+    num_shared_pages, others = sizes.shared // page_size, (len(contexts) - 1) * sizes.shared
+
+    def tensors(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+        q, *pools, page_tables, row_starts, context_lens = paged.tensors(dtype, device)
+        for pool in pools:
+            pool[page_tables[1:, :num_shared_pages]] = NAN
+        page_tables[1:, :num_shared_pages] = page_tables[0, :num_shared_pages].clone()
+        return q, *pools, page_tables, row_starts, context_lens
+
+    return Pair(
+        "shared_prefix_attention", f"{paged.note}, {sizes.shared:,} shared", tensors,
+        num_bytes=lambda dtype: paged.num_bytes(dtype) - 2 * others * sizes.kv_heads * sizes.head_dim * dtype.itemsize,
+        reference=partial(radix.shared_prefix_attention, paged_attention=paging.paged_attention),
+        differences=attention_differences, flops=paged.flops, given={"num_shared_pages": num_shared_pages},
+    )  # fmt: skip
+
+
 def ragged_pair(note: str, lengths: tuple[int, ...], sizes: Sizes) -> Pair:
     """Attention inside packed rows."""
     case = ragged_cases.Case(note, lengths, sizes.heads, sizes.kv_heads, sizes.head_dim)
@@ -198,6 +222,7 @@ def pairs(sizes: Sizes) -> Iterator[Pair]:
     for page_size in sizes.page_sizes:
         yield paged_pair(decode, (1,) * rows, (context,) * rows, page_size, sizes)
         yield paged_pair(f"a prompt of {prompt:,}", (prompt,), (prompt,), page_size, sizes)
+    yield shared_pair(decode, (1,) * rows, (context,) * rows, sizes.page_sizes[0], sizes)
     both = ((1,) * rows + (prompt,), (context,) * rows + (prompt,))
     yield paged_pair(f"{rows} decode rows and a prompt", *both, sizes.page_sizes[0], sizes)
     yield ragged_pair(f"a prompt of {prompt:,}", (prompt,), sizes)

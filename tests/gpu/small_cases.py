@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import paged_cases
 import ragged_cases
+import shared_cases
 import test_tail_copy
 import torch
 import write_cases
@@ -16,6 +18,7 @@ from kernel_checks import bound
 from minserve.batching import ragged_attention_triton as batching
 from minserve.deltanet import tail_copy_triton as deltanet
 from minserve.paging import paged_attention_triton as paging
+from minserve.radix import shared_prefix_attention_triton as radix
 
 
 def attention_bounds(dtype: torch.dtype) -> tuple[float, float]:
@@ -28,10 +31,13 @@ def copy_bounds(dtype: torch.dtype) -> tuple[float, ...]:
     return (0.0, 0.0)
 
 
+shared_prefix_attention = partial(radix.shared_prefix_attention, paged_attention=paging.paged_attention)
+
 TABLES = (  # the name of a kernel, its wrapper, its cases, and how far its results may be off
     ("tail_copy", deltanet.tail_copy, test_tail_copy, copy_bounds),
     ("ragged_attention", batching.ragged_attention, ragged_cases, attention_bounds),
     ("paged_attention", paging.paged_attention, paged_cases, attention_bounds),
+    ("shared_prefix_attention", shared_prefix_attention, shared_cases, attention_bounds),
     ("write_pages", paging.write_pages, write_cases, copy_bounds),
 )
 

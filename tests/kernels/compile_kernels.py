@@ -23,8 +23,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from minserve.batching import ragged_attention_triton as batching
+from minserve.deltanet import conv_tail_triton as convolution
+from minserve.deltanet import gated_delta_triton as delta_rule
 from minserve.deltanet import tail_copy_triton as deltanet
 from minserve.paging import paged_attention_triton as paging
+from minserve.radix import shared_prefix_attention_triton as radix
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -63,14 +66,72 @@ def paged_tile(number_bytes: int, head_dim: int) -> dict:
     return vectors(head_dim, LANES=paging.SMALLEST_BLOCK, KEYS=paging._block_keys(number_bytes))
 
 
+def prefix_tile(number_bytes: int, head_dim: int) -> dict:
+    """The sizes that the wrapper of shared-prefix attention chooses."""
+    sizes = vectors(head_dim, KEYS=radix._block_keys(number_bytes))
+    return sizes | {"LANES": radix._lanes(sizes["DIM"], number_bytes)}
+
+
 def merged_heads(number_bytes: int, head_dim: int) -> dict:
     """The sizes of 16 heads whose parts are merged."""
     return {name: size for name, size in vectors(head_dim, HEADS=16).items() if name != "SCALE"}
 
 
+def delta_tile(number_bytes: int, head_dim: int) -> dict:
+    """The sizes that the wrapper of the delta rule chooses for keys and values of one size."""
+    keys, columns = delta_rule._blocks(head_dim, head_dim)
+    return {"KEY_DIM": head_dim, "VALUE_DIM": head_dim, "KEYS": keys, "COLUMNS": columns}
+
+
+def delta_tokens(number_bytes: int, head_dim: int) -> dict:
+    """The sizes of rows that go token by token, and leave one state behind."""
+    return delta_tile(number_bytes, head_dim) | {"EVERY": False}
+
+
+def within_chunks(number_bytes: int, head_dim: int) -> dict:
+    """The sizes of the part of a chunk that has no values."""
+    sizes = delta_tile(number_bytes, head_dim)
+    return {"KEY_DIM": head_dim, "KEYS": sizes["KEYS"], "CHUNK": 32}
+
+
+def across_chunks(number_bytes: int, head_dim: int) -> dict:
+    """The sizes of rows that go chunk by chunk."""
+    return delta_tile(number_bytes, head_dim) | {"CHUNK": 32}
+
+
 KERNELS = {
     "tail_copy_kernel": Compiled(
         deltanet, "row_starts state_read state_write", "", "channels", {"KEEP": 3, "BLOCK": deltanet.MAX_BLOCK}
+    ),
+    "conv_tail_kernel": Compiled(
+        convolution,
+        "row_starts token_rows",
+        "",
+        "num_tokens channels",
+        {"KEEP": 3, "TOKENS": convolution.TOKENS, "CHANNELS": convolution.CHANNELS, "EVERY": False},
+    ),
+    "delta_tokens_kernel": Compiled(
+        delta_rule,
+        "row_starts",
+        "q k g beta state new_state",
+        "most_tokens key_heads value_heads",
+        delta_tokens,
+    ),
+    "within_chunks_kernel": Compiled(
+        delta_rule,
+        "row_starts chunk_rows chunk_starts",
+        "q k g beta solved scores",
+        "num_rows key_heads value_heads",
+        within_chunks,
+        {"num_stages": delta_rule.NUM_STAGES},
+    ),
+    "across_chunks_kernel": Compiled(
+        delta_rule,
+        "row_starts chunk_starts",
+        "q k g state solved scores new_state",
+        "most_tokens key_heads value_heads",
+        across_chunks,
+        {"num_stages": delta_rule.NUM_STAGES},
     ),
     "ragged_attention_kernel": Compiled(
         batching,
@@ -89,6 +150,15 @@ KERNELS = {
         {"num_stages": paging.NUM_STAGES},
     ),
     "merge_parts_kernel": Compiled(paging, "", "outs lses lse", "num_parts num_tokens heads", merged_heads),
+    "prefix_attention_kernel": Compiled(
+        radix,
+        "shared_pages",
+        "outs lses",
+        "num_tokens num_shared page_size part_tokens heads kv_heads",
+        prefix_tile,
+        {"num_stages": radix.NUM_STAGES},
+    ),
+    "merge_prefix_kernel": Compiled(radix, "", "tail_lse outs lses lse", "num_parts num_tokens heads", merged_heads),
     "write_pages_kernel": Compiled(paging, "slots", "", "channels", {"BLOCK": paging.MAX_BLOCK}),
 }
 

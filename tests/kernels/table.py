@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS.parent), *(str(TESTS / folder) for folder in ("kernels", "deltanet", "batching", "paging"))]
+sys.path[:0] = [
+    str(TESTS.parent),
+    *(str(TESTS / folder) for folder in ("kernels", "deltanet", "batching", "paging", "radix")),
+]
 
 import paged_cases  # noqa: E402
 import ragged_cases  # noqa: E402
+import shared_cases  # noqa: E402
 import test_tail_copy as tail_cases  # noqa: E402
 import write_cases  # noqa: E402
 from kernel_checks import DTYPES, compiled_rows  # noqa: E402
@@ -26,11 +31,17 @@ from kernel_checks import DTYPES, compiled_rows  # noqa: E402
 from minserve.batching import ragged_attention_triton as batching  # noqa: E402
 from minserve.deltanet import tail_copy_triton as deltanet  # noqa: E402
 from minserve.paging import paged_attention_triton as paging  # noqa: E402
+from minserve.radix import shared_prefix_attention_triton as radix  # noqa: E402
 
 MEASURED = {  # the wrapper, its cases, and the kernels that it launches
     "tail_copy": (deltanet.tail_copy, tail_cases, ["tail_copy_kernel"]),
     "ragged_attention": (batching.ragged_attention, ragged_cases, ["ragged_attention_kernel"]),
     "paged_attention": (paging.paged_attention, paged_cases, ["paged_attention_kernel", "merge_parts_kernel"]),
+    "shared_prefix_attention": (
+        partial(radix.shared_prefix_attention, paged_attention=paging.paged_attention),
+        shared_cases,
+        ["prefix_attention_kernel", "merge_prefix_kernel"],
+    ),
     "write_pages": (paging.write_pages, write_cases, ["write_pages_kernel"]),
 }
 HEAD_DIMS = ("32", "80", "128", "256")

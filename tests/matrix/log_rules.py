@@ -20,6 +20,13 @@ def forked_ids(log: EventLog) -> set[str]:
     return {i for i, seen in kinds.items() if seen[:3] == [KIND.ARRIVED, KIND.ADMITTED, KIND.TOKENS]}
 
 
+def cached_tokens(log: EventLog) -> list[int]:
+    """How many tokens were reused at each admission, but for those of forks, which are let in at their prompt's end."""
+    forked = forked_ids(log)
+    admitted = [event for event in log if event.kind is KIND.ADMITTED and event.request_id not in forked]
+    return [event.data["cached_tokens"] for event in admitted]
+
+
 def check_steps(log: EventLog, batch_tokens: int) -> None:
     """Every step computes something, no more than it may, and its slices add up to it."""
     tokens = defaultdict(int)
@@ -31,16 +38,19 @@ def check_steps(log: EventLog, batch_tokens: int) -> None:
 
 
 def check_slices(log: EventLog, request_id: str) -> None:
-    """A request's slices follow one another from 0, again from 0 after a preemption, and name their phase.
+    """A request's slices follow one another from what was cached, again so after a preemption, and name their phase.
 
     A slice decodes when its request's last token was chosen from the slice before; how long it is says nothing.
     """
-    num_prompt, num_tokens, next_start, is_decoding = None, 0, 0, False
+    num_tokens, next_start, is_decoding = 0, 0, False
     for event in log.of(request_id):
         data = event.data
         match event.kind:
             case KIND.ARRIVED:
-                num_prompt = num_tokens = data["prompt_tokens"]
+                num_tokens = data["prompt_tokens"]
+            case KIND.ADMITTED:
+                assert next_start == 0 <= data["cached_tokens"] <= num_tokens, event
+                next_start = data["cached_tokens"]  # all of the prompt in a fork
             case KIND.PREEMPTED:
                 assert data["num_computed"] == next_start, event
                 next_start, is_decoding = 0, False
@@ -49,7 +59,5 @@ def check_slices(log: EventLog, request_id: str) -> None:
                 assert data["phase"] == ("decode" if is_decoding else "prefill"), event  # fault D15
                 next_start = data["stop"]
             case KIND.TOKENS:
-                if next_start == 0:  # a fork
-                    next_start = num_prompt
                 assert next_start == num_tokens, f"{event} before all of its tokens were computed"  # fault D10
                 num_tokens, is_decoding = num_tokens + data["count"], True

@@ -55,7 +55,7 @@ def poisoned_engine(model: HybridLM, config: EngineConfig, parts: Parts | None =
 
     def release_and_poison_slot(slot: int) -> None:
         release_slot(slot)
-        poison(slots, [slot])
+        poison(slots, [slot] if not states.ref_count(slot) else [])
 
     poison(pages, range(allocator.num_pages))
     poison(slots, range(states.num_slots))
@@ -66,7 +66,7 @@ def poisoned_engine(model: HybridLM, config: EngineConfig, parts: Parts | None =
 def serve(engine: Engine, asks: Sequence[Ask]) -> list[list[Answer]]:
     """Serve a workload to its end, and return the answers of each request, one per output.
 
-    Checks every invariant after each step, and that at idle all pages and slots are free.
+    Checks every invariant after each step, and that at idle all that is not free is the tree's, to be evicted: CONS.
     """
     families = [_requests(number, ask) for number, ask in enumerate(asks)]
     answers = {request.id: Answer() for family in families for request in family}
@@ -88,8 +88,11 @@ def serve(engine: Engine, asks: Sequence[Ask]) -> list[list[Answer]]:
             engine.abort(request.id)
         assert now <= most, f"after {now} steps there is still work: {engine.batcher.running}"
     _note(answers, engine.step())
-    assert engine.cache.allocator.num_free == engine.cache.allocator.num_pages
-    assert engine.cache.states.num_free == engine.cache.states.num_slots
+    cache = engine.cache
+    assert cache.num_takeable == cache.allocator.num_pages and not cache.holders
+    assert len(cache.states.held) == (0 if cache.snapshots is None else len(cache.snapshots))
+    if not engine.config.prefix_cache:
+        assert cache.allocator.num_free == cache.allocator.num_pages and not cache.states.held
     for request in (request for family in families for request in family):
         answers[request.id].prompt_logprobs = request.prompt_logprobs
     return [[answers[request.id] for request in family] for family in families]

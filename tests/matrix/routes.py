@@ -29,24 +29,35 @@ FACTORS = MappingProxyType(
         "company": ("alone", "joining", "preempted"),
         "outputs": (1, 3),  # three are forks of one prompt, drawn with seeds; one is greedy
         "scored": (False, True),
-        "policy": ("fcfs", "priority"),
+        "policy": ("fcfs", "priority", "longest_prefix"),
+        "prefix_cache": (True, False),
+        "prompts": ("unlike", "alike", "twice"),
+        "snapshot_every": (1, 3, 8, 64),
+        "states": ("many", "few"),  # slots for snapshots beside those of the requests that run
     }
 )
 LENGTHS = tuple(17 * i % 41 for i in range(1, 41))  # 1 to 40, long ones beside short ones
-PER_ROUTE = 10
+PER_ROUTE = 8
 MAX_RUNNING = 8
 LONGEST = 64  # tokens of one request, at most, on a route with room for all
 
 
 def is_possible(row: Row) -> bool:
-    """Whether the levels can go together: one token per step leaves nobody to preempt, except forks."""
-    return (row.get("batch_tokens"), row.get("company"), row.get("outputs")) != (1, "preempted", 1)
+    """Whether the levels can go together: one or two tokens per step leave nobody to preempt, except forks."""
+    few = row.get("batch_tokens") in (1, 2)
+    return not (few and (row.get("company"), row.get("outputs")) == ("preempted", 1))
 
 
 def prompt(length: int, salt: int = 0) -> tuple[int, ...]:
     """Random bytes, unlike those of any other length: what belongs to another request shows."""
     generator = torch.Generator().manual_seed(1000 * salt + length)
     return tuple(torch.randint(0, 256, (length,), generator=generator).tolist())
+
+
+def alike(length: int) -> tuple[int, ...]:
+    """A prompt that begins as those of all other lengths do, up to the last 0 to 4 tokens; some are its beginnings."""
+    num_own = min(length, length % 5)
+    return prompt(LONGEST, 2)[: length - num_own] + prompt(length)[:num_own]
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,8 @@ class Route:
         longest = max(len(ask.prompt_ids) + ask.params.max_tokens for ask in self.asks())
         tight = self.levels["company"] == "preempted"
         num_pages = pages_needed(longest, size) if tight else MAX_RUNNING * pages_needed(LONGEST, size)
-        return EngineConfig(dtype="float64", num_pages=num_pages, max_running=MAX_RUNNING, **own)
+        num_states = MAX_RUNNING + (64 if self.levels["states"] == "many" else 2)
+        return EngineConfig(dtype="float64", num_pages=num_pages, max_running=MAX_RUNNING, num_states=num_states, **own)
 
     def params(self, length: int, max_tokens: int) -> SamplingParams:
         """What a request asks for: every log-probability, and outputs as the route has them."""
@@ -79,18 +91,20 @@ class Route:
         )
 
     def asks(self) -> list[Ask]:
-        """The workload: one request per length, and the company that the route says."""
+        """The workload: one request per length or two, and the company that the route says."""
+        make = alike if self.levels["prompts"] == "alike" else prompt
+        lengths = self.lengths * (2 if self.levels["prompts"] == "twice" else 1)
         match self.levels["company"]:
             case "alone":  # one after the other: each finds what the one before left behind
-                return [Ask(prompt(n), self.params(n, 2 + n % 4), WHEN_IDLE) for n in self.lengths]
+                return [Ask(make(n), self.params(n, 2 + n % 4), WHEN_IDLE) for n in lengths]
             case "joining":  # at different steps, to leave at different steps; two of them in the middle of it
-                asks = [Ask(prompt(n), self.params(n, 2 + n % 6), 2 * i) for i, n in enumerate(self.lengths)]
+                asks = [Ask(make(n), self.params(n, 2 + n % 6), 2 * i) for i, n in enumerate(lengths)]
                 guests = ((23, 1, 9), (7, 3, 2))
                 return [*asks, *(Ask(prompt(n, 1), self.params(n, 16), at, leaves) for n, at, leaves in guests)]
             case "preempted":  # all at once, and each outgrows the pages that were free when it was let in
                 size = self.levels["page_size"]
                 most = 12 if self.levels["outputs"] > 1 else 18 + size
-                return [Ask(prompt(n), self.params(n, min(44 + size - n, most))) for n in sorted(self.lengths)]
+                return [Ask(make(n), self.params(n, min(44 + size - n, most))) for n in sorted(lengths)]
 
 
 def run(route: Route, alone: Mapping[str, Alone], change: Callable[[Engine], None] | None = None) -> tuple:

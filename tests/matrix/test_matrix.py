@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 from covering import all_pairs, covering_rows, pairs_of
-from log_rules import check_slices, check_steps, forked_ids, preempted_ids
+from log_rules import cached_tokens, check_slices, check_steps, forked_ids, preempted_ids
 from routes import FACTORS, LENGTHS, problems, routes, run
 
 ROUTES = tuple(routes())
@@ -27,9 +27,23 @@ def test_the_route_gives_what_each_request_gets_alone(route, alone):  # REF, CON
     forked = forked_ids(engine.log)
     assert bool(forked) == (route.levels["outputs"] > 1)
     company, preempted = route.levels["company"], preempted_ids(engine.log)
-    assert len(preempted) >= 2 if company == "preempted" else not preempted
+    assert bool(preempted) == (company == "preempted")
     if company == "preempted" and forked:
         assert preempted & forked, "no fork was preempted"
+    check_hits(route, engine.log)
+
+
+def check_hits(route, log):
+    """Tokens are reused where they can be, and only there: nobody reuses what has to be scored."""
+    has_cache = route.levels["prefix_cache"] and not route.levels["scored"]
+    hits = cached_tokens(log)
+    if not has_cache:
+        assert not any(hits)
+    elif route.levels["prompts"] != "unlike":
+        has_slots = (
+            route.levels["states"] == "many" or route.levels["company"] == "alone"
+        )  # else those who run have them
+        assert any(not hit for hit in hits) and (any(hits) or not has_slots)
 
 
 def test_every_two_levels_meet_and_every_length_meets_every_level():

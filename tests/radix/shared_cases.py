@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import paged_cases
 import torch
@@ -74,7 +74,7 @@ CASES = [
 
 
 def tensors_of(case: Case, dtype=torch.float64, index_dtype=torch.int64) -> tuple[torch.Tensor, ...]:
-    """The six tensors of a call. What no row with queries looks at holds NaN: free pages, and what follows a context."""
+    """The six tensors of a call. What no query looks at holds NaN: free pages, and what follows a context."""
     q, *pools, page_tables, row_starts, context_lens = paged_cases.tensors_of(case, dtype, index_dtype)
     asking = [row for row, queries in enumerate(case.queries) if queries]
     for row in asking[1:]:
@@ -104,8 +104,3 @@ def errors(kernel, case: Case, dtype) -> tuple[float, float]:
     wanted = attended_by_a_loop(*tensors_of(case, dtype))
     found = results_in_poison(kernel, case, dtype)
     return tuple(largest_difference(x, y) for x, y in zip(found, wanted, strict=True))
-
-
-def sharing(case: Case, shared: int) -> Case:
-    """A case of which fewer pages are said to be shared than are."""
-    return replace(case, shared=shared)

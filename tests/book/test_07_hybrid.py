@@ -1,0 +1,228 @@
+"""The claims of chapter 7, each asserted on what is exact: tokens, counts, bytes, times on the virtual clock.
+
+Functions and classes are those that the chapter shows, taken out of its cells; what they give is counted here anew.
+"""
+
+import ast
+from collections import defaultdict
+from dataclasses import replace
+from itertools import chain
+from types import SimpleNamespace
+
+import nbformat
+import numpy as np
+import pytest
+import torch
+from chapter_rules import ROOT, code_cells
+
+from minserve import LLM, EngineConfig, Parts, SamplingParams
+from minserve.deltanet.state_pool import StateError, StatePool
+from minserve.engine_config import size_caches
+from minserve.events import EventKind
+from minserve.hybrid.reuse import match_hybrid
+from minserve.metrics import request_metrics
+from minserve.model.counting import kv_bytes_per_token, state_bytes
+from minserve.model.model_figures import named_config
+from minserve.model.tokenizer import chat_prompt
+from minserve.paging.page_table import PageAllocator, PageTable
+from minserve.radix.radix_tree import RadixTree
+from minserve.request import Request
+from minserve.tuning.cost_model import machine
+from minserve.tuning.engine_support import engine_support
+from minserve.tuning.prices import prices
+from minserve.tuning.sessions import DEFAULT_SYSTEM, ChatShape, book_session, chat_sessions
+from minserve.tuning.workload import standard_library_text
+
+SESSION, PROMPT = book_session(), chat_prompt(book_session())
+BIG, HUGE = named_config("qwen3.5-35b-a3b"), named_config("qwen3.8-2.4t-a95b")
+
+
+def asking(question):
+    """The session with another question at its end."""
+    return chat_prompt([*SESSION[:-1], {"role": "user", "content": question}])
+
+
+@pytest.fixture(scope="module")
+def chats():
+    """Eight chats of six turns, as (time, prompt), with short answers."""
+    shape, turns = ChatShape(system=DEFAULT_SYSTEM * 8, mean_turns=12, max_prompt_tokens=8000), defaultdict(list)
+    for one in chat_sessions(40, 0.4, standard_library_text(100_000), np.random.default_rng(0), shape):
+        turns[one.session].append(replace(one, output_tokens=4))
+    long = [rows[:6] for rows in turns.values() if len(rows) >= 6][:8]
+    return sorted(chain(*long), key=lambda one: one.time_s)
+
+
+@pytest.fixture(scope="module")
+def chapter(chats):
+    """What the chapter defines."""
+    exact = LLM(config=EngineConfig(dtype="float64"))
+    names = {"exact": exact, "config": exact.model.config, "encode": exact.tokenizer.encode, "np": np, "torch": torch,
+             "text": exact.tokenizer.encode(standard_library_text(200_000)), "cut": 256, "chats": chats,
+             "models": {"35B": BIG}, "h200": machine("h200", overhead_s=2e-3)}  # fmt: skip
+    kinds = (ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+    for cell in code_cells(nbformat.read(ROOT / "chapters" / "07_hybrid.ipynb", as_version=4)):
+        nodes = [node for node in ast.parse(cell.source).body if isinstance(node, kinds)]
+        exec(compile(ast.Module(nodes, []), "chapter 7", "exec"), names)
+    naive = Parts(match_hybrid=lambda page_hit, *rest: page_hit, state_pool=names["TrustingPool"])
+    return SimpleNamespace(**names, naive=naive, decode=exact.tokenizer.decode)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.inference_mode():
+        yield
+
+
+# --- 7a: reuse on a hybrid is silently wrong without the state
+
+
+def test_7a_pages_without_a_state_answer_wrongly_and_silently(chapter):  # fault A1
+    answers = {}
+    for name, parts in (("pages alone", chapter.naive), ("both", Parts())):
+        engine = chapter.fresh(parts)
+        cold = chapter.serve(engine, [PROMPT], max_tokens=12)
+        if name == "pages alone":
+            engine.cache.snapshots.evict(0)
+        warm = chapter.serve(engine, [PROMPT], max_tokens=12)
+        hits = [event.data["cached_tokens"] for event in engine.log if event.kind is EventKind.ADMITTED]
+        assert hits == [0, len(PROMPT) - 1]
+        answers[name] = [chapter.decode(ids) for (ids,) in (cold, warm)]
+    assert answers["both"] == ["port = 8127"] * 2
+    assert answers["pages alone"][0] == "port = 8127" and "8127" not in answers["pages alone"][1]
+
+
+def test_7a_state_scars_heal_and_page_scars_do_not(chapter):
+    rng, far = np.random.default_rng(0), defaultdict(list)
+    for start in rng.integers(0, len(chapter.text) - 400, 6):
+        known = chapter.text[start : start + int(rng.integers(200, 257))]
+        coming = chapter.text[start + len(known) :][:96]
+        ways = chapter.scarred(known, coming, chapter.text[rng.integers(100_000) :][:32])
+        right, *wrong = (chapter.read(coming, memory, len(known)) for memory in ways.values())
+        for name, logprobs in zip(list(ways)[1:], wrong, strict=True):
+            far[name].append((right.exp() * (right - logprobs)).sum(-1))
+    first, last = ({name: torch.stack(kl)[:, part].mean() for name, kl in far.items()}
+                   for part in (slice(0, 8), slice(72, 96)))  # fmt: skip
+    states = [name for name in far if name.startswith("state")]
+    assert len(states) == 3 and all(first[name] > 0.2 and last[name] < 0.1 * first[name] for name in states)
+    assert last["pages: zeros"] > 0.2 * first["pages: zeros"] and last["pages: zeros"] > max(last[n] for n in states)
+
+
+def test_7a_the_recall_question_with_somebody_elses_state(chapter):  # fault A6
+    right, wrong = {}, {}
+    for question in ("What is a port?", "border = ?", "port = ?"):
+        for found, parts in ((wrong, Parts(match_hybrid=chapter.somebody_elses, state_pool=chapter.TrustingPool)),
+                             (right, Parts())):  # fmt: skip
+            engine = chapter.fresh(parts, snapshot_every=16)
+            _, answer = (chapter.serve(engine, [ids], max_tokens=12)[0] for ids in (asking(question), PROMPT))
+            found[question] = chapter.decode(answer)
+    assert set(right.values()) == {"port = 8127"}
+    assert "8127" not in wrong["What is a port?"] and wrong["port = ?"] == "port = 8127"
+
+
+# --- 7b: the state has no inverse: reuse, preemption, forking need snapshots
+
+
+@pytest.mark.parametrize("name, num_pages, riders", [("reuse", None, 0), ("preemption", 36, 5), ("fork", None, 5)])
+def test_7b_wrong_without_and_identical_with(chapter, name, num_pages, riders):
+    wants = {"max_tokens": 48, "temperature": 0.8, "ignore_eos": True}
+    truth = chapter.serve(chapter.fresh(prefix_cache=False), [PROMPT] * 6, **wants)
+    alone = chapter.pages_alone(chapter.fresh(chapter.naive, num_pages=num_pages), name == "fork")
+    assert chapter.serve(alone, [PROMPT] * 6, riders, **wants) != truth
+    engine = chapter.fresh(num_pages=num_pages, check=True)
+    assert chapter.serve(engine, [PROMPT] * 6, riders, **wants) == truth
+    kinds = [event.kind for event in engine.log]
+    assert (EventKind.PREEMPTED in kinds) == (name == "preemption")
+
+
+# --- 7c: how dear snapshots are
+
+
+def test_7c_bytes_of_a_snapshot():
+    assert round(state_bytes(HUGE) / 1e6) == 587 and kv_bytes_per_token(HUGE) == 94_208
+    times = {every: state_bytes(HUGE) / (every * kv_bytes_per_token(HUGE)) for every in (256, 2080)}
+    assert round(times[256], 1) == 24.4 and round(times[2080], 1) == 3.0
+    assert state_bytes(BIG) // kv_bytes_per_token(BIG) == 3144
+
+
+def test_7c_spacing_at_equal_memory(chapter):
+    found = {}
+    for gb in (4, 16):
+        for every in (32, 128, 2048):
+            knobs = EngineConfig(max_running=8, cache_bytes=gb * 10**9, snapshot_every=every)
+            assert size_caches(knobs, BIG).total_bytes <= gb * 10**9
+            found[gb, every] = chapter.share(chapter.play(cache_bytes=gb * 10**9, snapshot_every=every))
+    assert found[4, 32] + 20 < found[4, 128] < found[4, 2048] - 10
+    assert found[16, 128] > found[16, 2048] > found[16, 32]
+
+
+# --- 7d: every operation twice
+
+
+def test_7d_an_edited_turn_reuses_up_to_a_state_that_it_shares(chapter):  # fault A6
+    engine = chapter.fresh(check=True)
+    for messages in (SESSION[:2], SESSION[:4]):
+        chapter.serve(engine, [chat_prompt(messages)], max_tokens=24)
+    edited = chat_prompt([*SESSION[:3], {"role": "user", "content": "Show me a test."}])
+    request = Request("edited", edited, SamplingParams(max_tokens=4), seed=0)
+    hit = engine.cache.prefixes.find(request)
+    counts = [node.stop for node in hit.match.path if node in engine.cache.snapshots]
+    assert (len(edited), hit.match.num_tokens, counts, hit.num_tokens) == (157, 137, [96, 121, 144], 121)
+    engine.add(request)
+    engine.step()
+    mine, theirs = engine.cache.tables["edited"].pages, engine.cache.tree.pages(hit.place)
+    assert mine[: 121 // 16] == theirs[:7] and mine[7] != theirs[7] and len(theirs) == 8
+
+
+def test_7d_pages_are_cut_shared_and_evicted_otherwise_than_states(chapter):
+    allocator, states = PageAllocator(8), StatePool(2)
+    table, slot = PageTable(allocator, 4), states.take()
+    assert table.grow(13)
+    states.stamp(slot, 13)
+    for num_tokens in (9, 3):  # cut: pages anywhere, a state never
+        table.shrink(num_tokens)
+        with pytest.raises(StateError, match="has seen 13"):
+            states.expect(slot, num_tokens)
+    assert [match_hybrid(hit, [4, 8], 99) for hit in range(10)] == [0] * 4 + [4] * 4 + [8] * 2  # share
+    tree = RadixTree(PageAllocator(4), 2)
+    short = tree.insert([1, 2], tree.allocator.take(1)) if hasattr(tree, "allocator") else None
+    assert short is None or short in [*tree.nodes()]
+
+
+def test_7d_the_table_of_engines_has_each_ability():
+    abilities = {row.ability.split(",")[0] for row in engine_support()}
+    assert abilities == {"prefix cache", "speculation", "disaggregation"}
+
+
+# --- 5b again, and what users see
+
+
+def test_5b_a_cached_token_costs_the_tokens_since_the_snapshot(chapter):
+    known = chapter.share(chapter.play(parts=chapter.naive, cache_bytes=16 * 10**9))
+    reused = chapter.share(chapter.play(cache_bytes=16 * 10**9))
+    assert 0 < 1 - reused / known < min(price.cached_share for price in prices())
+
+
+def test_a_chat_waits_less_for_its_first_token(chapter):
+    logs = [chapter.play(chapter.seconds, **knobs) for knobs in ({"prefix_cache": False}, {"cache_bytes": 16 * 10**9})]
+    without, cached = (np.median([m.ttft for m in request_metrics(log).values()]) for log in logs)
+    assert cached < 0.6 * without
+
+
+# --- Break: a token in the state, and fed again
+
+
+def test_break_wrong_at_multiples_of_the_spacing_and_caught_at_any_length(chapter):  # fault A3
+    trusting = Parts(match_hybrid=chapter.sees_it_twice, state_pool=chapter.TrustingPool)
+    wrong = dict(zip(range(9, 49), chapter.wrong_by_length(trusting), strict=True))
+    assert {length for length, num in wrong.items() if num} == {32, 48} and not any(chapter.wrong_by_length(Parts()))
+    with pytest.raises(StateError, match="has seen 16 tokens; its reader expects 15"):
+        chapter.wrong_by_length(Parts(match_hybrid=chapter.sees_it_twice))
+
+
+def test_break_every_fault_is_caught_by_the_stamp(chapter):  # faults A1, A3, A6
+    for fault, every in ((chapter.naive.match_hybrid, 256), (chapter.sees_it_twice, len(PROMPT)),
+                         (chapter.somebody_elses, 16)):  # fmt: skip
+        engine = chapter.fresh(Parts(match_hybrid=fault), snapshot_every=every)
+        with pytest.raises(StateError, match="its reader expects"):
+            for ids in (asking("What is a port?"), PROMPT, PROMPT):
+                chapter.serve(engine, [ids], max_tokens=12)
