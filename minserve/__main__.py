@@ -15,6 +15,9 @@ BENCHES = MappingProxyType(
         "serve": ("against", "requests", "batch_size", "prompt_tokens", "output_tokens", "trace", "timeline"),
         "decode": ("against", "max_tokens"),
         "engine": ("requests",),
+        "prefix": ("max_tokens",),
+        "tree": (),
+        "delta": (),
     }
 )
 
@@ -67,7 +70,8 @@ def _add_race(commands: argparse._SubParsersAction) -> None:
 def _add_bench(commands: argparse._SubParsersAction) -> None:
     """The options of `minserve bench`. Changes: the parser."""
     bench = commands.add_parser("bench", help="speeds as ratios against a peer in the same run")
-    what = "serve: many requests at once (the default); decode: one request; engine: a step without the model"
+    what = "serve: many requests at once (the default); decode: one request; engine: a step without the model; prefix: "
+    what += "requests with the same beginning; tree: the prefix cache's; delta: the delta rule in chunks"
     bench.add_argument("what", nargs="?", choices=tuple(BENCHES), default="serve", help=what)
     bench.add_argument("--model", help="a checkpoint folder; the shipped model unless given")
     bench.add_argument("--rounds", type=int, help="how often each runs (default 3; decode 5)")
@@ -81,7 +85,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     bench.add_argument("--output-tokens", **lengths, help="serve: lengths of outputs (default 16 128)")
     bench.add_argument("--trace", metavar="FILE", help="serve: write the engine's run for ui.perfetto.dev")
     bench.add_argument("--timeline", metavar="FILE.png", help="serve: draw the static batch beside the engine")
-    bench.add_argument("--max-tokens", type=int, help="decode: length of the output (default 128)")
+    bench.add_argument("--max-tokens", type=int, help="decode, prefix: length of outputs (default 128; 32)")
     bench.set_defaults(run=run_bench)
 
 
@@ -158,8 +162,8 @@ def run_bench(args: argparse.Namespace) -> int:
         if args.threads < 1:
             raise InvalidValue("--threads", args.threads, "at least 1")
         torch.set_num_threads(args.threads)
-    bench = {"serve": _bench_serve, "decode": _bench_decode, "engine": _bench_engine}[args.what]
-    print(bench(args))
+    own = {"serve": _bench_serve, "decode": _bench_decode, "engine": _bench_engine, "prefix": _bench_prefix}
+    print(own.get(args.what, _bench_part)(args))
     return 0
 
 
@@ -208,6 +212,25 @@ def _bench_engine(args: argparse.Namespace) -> str:
     given = _given(num_requests=args.requests, rounds=args.rounds)
     results = bookkeeping.bench_bookkeeping(args.model, **given)
     return bookkeeping.to_json(results) if args.json else bookkeeping.table(results)
+
+
+def _bench_prefix(args: argparse.Namespace) -> str:
+    """Requests with the same beginning."""
+    from minserve.bench import prefix
+
+    results = prefix.bench_prefix(args.model, **_given(max_tokens=args.max_tokens, rounds=args.rounds))
+    return prefix.to_json(results) if args.json else prefix.table(results)
+
+
+def _bench_part(args: argparse.Namespace) -> str:
+    """A part by itself: the tree, or the delta rule."""
+    from minserve.bench import delta, tree
+
+    if args.model is not None:
+        raise InvalidValue("--model", args.model, f"left out of bench {args.what}")
+    bench = {"tree": tree, "delta": delta}[args.what]
+    results = bench.measure(**_given(rounds=args.rounds))
+    return bench.to_json(results) if args.json else bench.table(results)
 
 
 def run_train(args: argparse.Namespace) -> int:

@@ -77,7 +77,9 @@ class Engine:
         if model is not None:
             weight = model.model.embed_tokens.weight
             implementation = parts.put_into(choose_implementation(config.impl))
-            self.memory = CacheMemory(model_config, self.sizes, implementation, weight.dtype, weight.device)
+            self.memory = CacheMemory(
+                model_config, self.sizes, implementation, config.share_reads_from, weight.dtype, weight.device
+            )
             has_tensors = {"copy_page": self.memory.copy_page}
         self.cache = HybridCache(self.sizes, config.snapshot_every, config.prefix_cache, parts, **has_tensors)
         self._lives: dict[Hashable, Life] = {}
@@ -144,7 +146,7 @@ class Engine:
         if not self._lives:
             return self.take_ended()
         began_s = self.log.clock.now()
-        with self.cache.open() as ticket:
+        with self.cache.open(self.batcher.waiting[: self.batcher.max_running]) as ticket:
             plan = self.batcher.plan(ticket)
             self._record(plan)
             for request in plan.stuck:

@@ -15,7 +15,7 @@ from minserve.paging.page_table import pages_needed
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 IMPLS = ("torch", "triton")
 _COUNTS = ("max_context", "batch_tokens", "page_size", "num_pages", "cache_bytes", "num_states", "max_running",
-           "snapshot_every")  # fmt: skip
+           "snapshot_every", "share_reads_from")  # fmt: skip
 MOST_STATES = 16  # per request that may run: more snapshots than that are not made room for unasked
 _OPTIONAL = ("max_context", "num_pages", "num_states")
 
@@ -39,6 +39,8 @@ class EngineConfig:
         prefix_cache: whether requests with the same beginning and the same SamplingParams.cache_salt share it.
         snapshot_every: tokens between two states of a request that are kept for others to start from; slices of a
             prompt end there.
+        share_reads_from: rows that begin with the same pages read them once, together, where that saves so many positions
+            in a step; below, the second pass costs more than it saves.
         policy: who is let in next: "fcfs", the first; "priority", the one with the highest SamplingParams.priority; or
             "longest_prefix", the one that can reuse the most tokens.
         seed: requests that bring no seed draw theirs from this one.
@@ -61,6 +63,7 @@ class EngineConfig:
     cache_bytes: int = 256 * 2**20
     prefix_cache: bool = True
     snapshot_every: int = 256
+    share_reads_from: int = 4096
     policy: str = "fcfs"
     seed: int = 0
     check: bool = False

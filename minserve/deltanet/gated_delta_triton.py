@@ -1,12 +1,14 @@
-"""The kernels of `gated_delta_ragged`: a state that stays in registers while a loop runs over a row's tokens.
+"""The kernels of `gated_delta_ragged`: a state that is carried through a loop over a row's tokens, or its chunks.
 
 A program owns one row, one value head and a block of the state's columns; columns do not see each other. Short rows go
-token by token. Long ones go in chunks, by two kernels that share the work as `within_chunks` and `across_chunks` do:
-the first solves all chunks' triangular systems side by side, for none of that needs the state; the second runs through
-a row's chunks one after the other, and has nothing but matrix products left to do.
+token by token, the state in registers. Long ones go in chunks, by two kernels that share the work as the reference's
+`within_chunks` and `across_chunks` do: the first solves the triangular systems of all chunks side by side, for none of
+that needs the state; the second goes from chunk to chunk, and has nothing but matrix products left to do.
 
-    N = T (V - e^G K S);   O = e^G Q S + M N;   S <- e^(G_C) S + (e^(G_C - G) K)^T N      T, M: of the first kernel
+    N = T (V - e^G K S);   O = e^G Q S + M N;   S <- e^(G_C) S + (e^(G_C - G) K)^T N
 
+T = (I + A)^-1 diag(beta) and M = (Q K^T) e^(G_i - G_j) are the first kernel's. A state is too large to be an operand in
+registers: the second one takes it in slices from the memory of the result, where the chunk before left it.
 Which rows are long only the GPU knows, so both ways are launched, and programs that are not meant end at once.
 Yang, Kautz, Hatamizadeh: Gated Delta Networks (arXiv 2412.06464), section 3.
 """
@@ -26,8 +28,12 @@ except ImportError as error:
     raise MissingRequirement("triton", "a kernel, gated_delta_triton,", "pip install 'minserve[triton]'") from error
 
 SMALLEST_BLOCK = 16  # of a matrix product, along each side
-STATE_NUMBERS = 4096  # of a program's part of the state: more would not fit into registers beside a chunk
+CHUNKS = (16, 32, 64)
+SLICE = 32  # keys of one product: whole ones would not fit into registers
+STATE_NUMBERS = 4096  # of one program's part of the state, in registers
+CHUNK_NUMBERS = 1024  # of one program's part of a chunk's values
 NUM_STAGES = 1  # chunks under way: the next one waits for the state anyhow
+NUM_WARPS = 8  # of a program that goes chunk by chunk: four would hold twice the numbers each, and spill
 
 
 @triton.jit
@@ -96,7 +102,7 @@ def within_chunks_kernel(
         here = vector_offset(token, head // (value_heads // key_heads), key_heads, KEY_DIM)[:, None] + key[None, :]
         overlap = tl.full((CHUNK, CHUNK), 0, wide)
         score = tl.full((CHUNK, CHUNK), 0, wide)
-        for at in range(0, KEY_DIM, SLICE):  # a product of whole keys would not fit into registers
+        for at in range(0, KEY_DIM, SLICE):
             exists = is_token[:, None] & (key < KEY_DIM - at)[None, :]
             keys = tl.load(k + here + at, mask=exists, other=0).to(wide)
             queries = tl.load(q + here + at, mask=exists, other=0).to(wide)
@@ -121,46 +127,55 @@ def within_chunks_kernel(
 @triton.jit
 def across_chunks_kernel(
     q, k, v, g, state, row_starts, chunk_starts, solved, scores, out, new_state, most_tokens, key_heads, value_heads,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, COLUMNS: tl.constexpr, SLICE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One program runs a long row through some columns of one head's state, chunk by chunk."""
     row, head = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(row_starts + row).to(tl.int32), tl.load(row_starts + row + 1).to(tl.int32)
     if stop - start > most_tokens:
-        lane, key, column = tl.arange(0, CHUNK), tl.arange(0, KEYS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-        is_key, is_column = key < KEY_DIM, column < VALUE_DIM
-        whose = state_offset(row, head, value_heads, KEY_DIM, VALUE_DIM)
-        here, in_state = key[:, None] * VALUE_DIM + column[None, :], is_key[:, None] & is_column[None, :]
-        memory = tl.load(state + whose + here, mask=in_state, other=0)
+        lane, key, column = tl.arange(0, CHUNK), tl.arange(0, SLICE), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
         wide = state.dtype.element_ty
+        whose = state_offset(row, head, value_heads, KEY_DIM, VALUE_DIM)
+        here, before, after = key[:, None] * VALUE_DIM + column[None, :], state + whose, new_state + whose
         token, chunk, key_head = start, tl.load(chunk_starts + row), head // (value_heads // key_heads)
         for _ in range(tl.cdiv(stop - start, CHUNK)):
-            is_token = lane < stop - token
-            # Where the chunk begins is 64 bits wide; inside of it 32 will do, and take half the registers.
-            shared = lane[:, None] * (key_heads * KEY_DIM) + key[None, :]
-            own = lane[:, None] * (value_heads * VALUE_DIM) + column[None, :]
-            square = lane[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-            first_key = vector_offset(token, key_head, key_heads, KEY_DIM)
-            first_value = vector_offset(token, head, value_heads, VALUE_DIM)
-            solution = vector_offset(chunk, head, value_heads, CHUNK * CHUNK)
-            gate = g + vector_offset(token, head, value_heads, 1)
-            sums = tl.cumsum(tl.load(gate + lane * value_heads, mask=is_token, other=0).to(wide), 0)
+            # Where a chunk begins is 64 bits wide; inside of it 32 will do, and take half the registers.
+            keys_at = vector_offset(token, key_head, key_heads, KEY_DIM)
+            keys_at += lane[:, None] * (key_heads * KEY_DIM) + key[None, :]
+            own = vector_offset(token, head, value_heads, VALUE_DIM)
+            own += lane[:, None] * (value_heads * VALUE_DIM) + column[None, :]
+            square = vector_offset(chunk, head, value_heads, CHUNK * CHUNK)
+            square += lane[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+            gate, is_token = vector_offset(token, head, value_heads, 1) + lane * value_heads, lane < stop - token
+            has_value = is_token[:, None] & (column < VALUE_DIM)[None, :]
+            sums = tl.cumsum(tl.load(g + gate, mask=is_token, other=0).to(wide), 0)
             last = tl.sum(tl.where(lane == CHUNK - 1, sums, 0), 0)  # a pad forgets nothing: the last real token's
-            keys = tl.load(k + first_key + shared, mask=is_token[:, None] & is_key[None, :], other=0).to(wide)
-            held = tl.dot(keys, memory, input_precision="ieee", out_dtype=wide) * tl.exp(sums)[:, None]
-            values = tl.load(v + first_value + own, mask=is_token[:, None] & is_column[None, :], other=0).to(wide)
-            solved_here = tl.load(solved + solution + square)
-            deltas = tl.dot(solved_here, values - held, input_precision="ieee", out_dtype=wide)
-            queries = tl.load(q + first_key + shared, mask=is_token[:, None] & is_key[None, :], other=0).to(wide)
-            answers = tl.dot(queries, memory, input_precision="ieee", out_dtype=wide) * tl.exp(sums)[:, None]
-            answers += tl.dot(tl.load(scores + solution + square), deltas, input_precision="ieee", out_dtype=wide)
-            to = out + first_value + own
-            tl.store(to, answers.to(out.dtype.element_ty), mask=is_token[:, None] & is_column[None, :])
-            fresh = deltas * tl.exp(last - sums)[:, None]
-            memory = memory * tl.exp(last) + tl.dot(tl.trans(keys), fresh, input_precision="ieee", out_dtype=wide)
-            token += CHUNK
-            chunk += 1
-        tl.store(new_state + whose + here, memory, mask=in_state)
+            held = tl.full((CHUNK, COLUMNS), 0, wide)
+            answers = tl.full((CHUNK, COLUMNS), 0, wide)
+            for at in range(0, KEY_DIM, SLICE):
+                has_key = is_token[:, None] & (key < KEY_DIM - at)[None, :]
+                in_state = (key < KEY_DIM - at)[:, None] & (column < VALUE_DIM)[None, :]
+                memory = tl.load(before + at * VALUE_DIM + here, mask=in_state, other=0)
+                keys = tl.load(k + keys_at + at, mask=has_key, other=0).to(wide)
+                queries = tl.load(q + keys_at + at, mask=has_key, other=0).to(wide)
+                held += tl.dot(keys, memory, input_precision="ieee", out_dtype=wide)
+                answers += tl.dot(queries, memory, input_precision="ieee", out_dtype=wide)
+            values = tl.load(v + own, mask=has_value, other=0).to(wide) - held * tl.exp(sums)[:, None]
+            deltas = tl.dot(tl.load(solved + square), values, input_precision="ieee", out_dtype=wide)
+            answers *= tl.exp(sums)[:, None]
+            answers += tl.dot(tl.load(scores + square), deltas, input_precision="ieee", out_dtype=wide)
+            tl.store(out + own, answers.to(out.dtype.element_ty), mask=has_value)
+            deltas *= tl.exp(last - sums)[:, None]
+            tl.debug_barrier()  # other threads of this program may still be reading the state
+            for at in range(0, KEY_DIM, SLICE):
+                has_key = is_token[:, None] & (key < KEY_DIM - at)[None, :]
+                in_state = (key < KEY_DIM - at)[:, None] & (column < VALUE_DIM)[None, :]
+                memory = tl.load(before + at * VALUE_DIM + here, mask=in_state, other=0) * tl.exp(last)
+                keys = tl.load(k + keys_at + at, mask=has_key, other=0).to(wide)
+                memory += tl.dot(tl.trans(keys), deltas, input_precision="ieee", out_dtype=wide)
+                tl.store(after + at * VALUE_DIM + here, memory, mask=in_state)
+            tl.debug_barrier()  # and will now read what this one wrote
+            token, chunk, before = token + CHUNK, chunk + 1, after
 
 
 def gated_delta_ragged(
@@ -181,7 +196,7 @@ def gated_delta_ragged(
 
     Arguments:
         state: float32 or float64, and as wide as v and g; the arithmetic is in its dtype.
-        chunk: a power of two from 16 on. Rows of up to `chunk` tokens go token by token, longer ones in chunks; with
+        chunk: 16, 32 or 64. Rows of up to `chunk` tokens go token by token, longer ones in chunks; with
             `every_state` all go token by token.
         out, new_state: where the results go, new tensors unless given; never `state` itself.
     Changes: `out` and `new_state`. Nothing waits for the GPU. What else is in the batch does not change a row's bits.
@@ -192,30 +207,29 @@ def gated_delta_ragged(
     shape = (num_tokens if every_state else num_rows, *state.shape[1:])
     new_state = state.new_empty(shape) if new_state is None else new_state
     _check(v, g, state, out, new_state)
-    if chunk < SMALLEST_BLOCK or chunk & (chunk - 1):
-        raise InvalidValue("chunk", chunk, f"a power of two from {SMALLEST_BLOCK} on")
+    if chunk not in CHUNKS:
+        raise InvalidValue("chunk", chunk, f"one of {CHUNKS}")
     if not num_rows:
         return out, new_state
     q, k, v, g, beta, row_starts = (x.contiguous() for x in (q, k, v, g, beta, row_starts))
-    heads, dims = (k.shape[1], v.shape[1]), (state.shape[2], state.shape[3])
-    keys, columns = _blocks(*dims)
-    grid = (num_rows, heads[1], triton.cdiv(dims[1], columns))
-    most_tokens = num_tokens if every_state else chunk
-    delta_tokens_kernel[grid](
+    most_tokens, heads, (key_dim, value_dim) = num_tokens if every_state else chunk, (k.shape[1], v.shape[1]), shape[2:]
+    keys, columns = _token_blocks(key_dim, value_dim)
+    delta_tokens_kernel[num_rows, heads[1], triton.cdiv(value_dim, columns)](
         q, k, v, g, beta, state, row_starts, out, new_state, most_tokens, *heads,
-        KEY_DIM=dims[0], VALUE_DIM=dims[1], KEYS=keys, COLUMNS=columns, EVERY=every_state,
+        KEY_DIM=key_dim, VALUE_DIM=value_dim, KEYS=keys, COLUMNS=columns, EVERY=every_state,
     )  # fmt: skip
     if num_tokens > most_tokens:
-        starts, solved, scores = _within_chunks(q, k, g, beta, row_starts, chunk, keys, state.dtype)
-        across_chunks_kernel[grid](
-            q, k, v, g, state, row_starts, starts, solved, scores, out, new_state, most_tokens, *heads,
-            KEY_DIM=dims[0], VALUE_DIM=dims[1], KEYS=keys, COLUMNS=columns, CHUNK=chunk, num_stages=NUM_STAGES,
+        of_chunks, columns = _within_chunks(q, k, g, beta, row_starts, chunk, state.dtype), _columns(value_dim, chunk)
+        across_chunks_kernel[num_rows, heads[1], triton.cdiv(value_dim, columns)](
+            q, k, v, g, state, row_starts, *of_chunks, out, new_state, most_tokens, *heads,
+            KEY_DIM=key_dim, VALUE_DIM=value_dim, COLUMNS=columns, SLICE=SLICE, CHUNK=chunk,
+            num_stages=NUM_STAGES, num_warps=NUM_WARPS,
         )  # fmt: skip
     return out, new_state
 
 
 def _within_chunks(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, row_starts: Tensor, chunk: int, keys: int, dtype: torch.dtype
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, row_starts: Tensor, chunk: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What needs no state, of the chunks of all long rows: where each row's chunks begin, T and M of each chunk."""
     (num_tokens, heads), num_rows = g.shape, len(row_starts) - 1
@@ -227,16 +241,20 @@ def _within_chunks(
     solved, scores = (g.new_empty(len(chunks), heads, chunk, chunk, dtype=dtype) for _ in range(2))
     within_chunks_kernel[(len(chunks), heads)](
         q, k, g, beta, row_starts, torch.searchsorted(stops, chunks, right=True), stops - row_chunks, solved, scores,
-        num_rows, k.shape[1], heads, KEY_DIM=k.shape[2], KEYS=keys, CHUNK=chunk, num_stages=NUM_STAGES,
+        num_rows, k.shape[1], heads, KEY_DIM=k.shape[2], SLICE=SLICE, CHUNK=chunk, num_stages=NUM_STAGES,
     )  # fmt: skip
     return stops - row_chunks, solved, scores
 
 
-def _blocks(key_dim: int, value_dim: int) -> tuple[int, int]:
-    """Lanes for a key, and columns of the state for one program."""
-    keys = max(SMALLEST_BLOCK, triton.next_power_of_2(key_dim))
-    columns = min(triton.next_power_of_2(value_dim), STATE_NUMBERS // keys)
-    return keys, max(SMALLEST_BLOCK, columns)
+def _token_blocks(key_dim: int, value_dim: int) -> tuple[int, int]:
+    """Lanes for a key, and columns of the state, of a program that goes token by token."""
+    keys = triton.next_power_of_2(key_dim)
+    return keys, min(triton.next_power_of_2(value_dim), max(1, STATE_NUMBERS // keys))
+
+
+def _columns(value_dim: int, chunk: int) -> int:
+    """Columns of the state, of a program that goes chunk by chunk."""
+    return max(SMALLEST_BLOCK, min(triton.next_power_of_2(value_dim), CHUNK_NUMBERS // chunk))
 
 
 def _check(v: Tensor, g: Tensor, state: Tensor, out: Tensor, new_state: Tensor) -> None:

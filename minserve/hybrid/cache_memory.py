@@ -24,7 +24,7 @@ class Places:
 
     Fields: `page_tables` the pages of each row, -1 beyond its last; `context_lens` its tokens after this step;
     `state_read` the slot that it continues from, -1 at its beginning; `state_write` the slot that gets its new state;
-    `slots` where in the pages each packed token goes.
+    `slots` where in the pages each packed token goes; `num_shared_pages` how many first pages are the same in all rows.
     """
 
     page_tables: Int[Tensor, "rows max_pages"]
@@ -32,6 +32,7 @@ class Places:
     state_read: Int[Tensor, " rows"]
     state_write: Int[Tensor, " rows"]
     slots: Int[Tensor, " tokens"]
+    num_shared_pages: int = 0
 
 
 class CacheMemory:
@@ -41,14 +42,16 @@ class CacheMemory:
         config: the model's.
         sizes: of every attention layer's pool of pages, and of every DeltaNet layer's pool of slots.
         implementation: the functions that work on them.
+        share_reads_from: positions that must be saved for rows to read the pages that they share together.
         dtype, device: the model's. States are float32, or float64 with a float64 model.
     """
 
     def __init__(
-        self, config: ModelConfig, sizes: CacheSizes, implementation: Implementation,
+        self, config: ModelConfig, sizes: CacheSizes, implementation: Implementation, share_reads_from: int = 4096,
         dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu",
     ):  # fmt: skip
-        self.config, self.implementation = config, implementation
+        self.config, self.implementation, self.page_size = config, implementation, sizes.page_size
+        self.share_reads_from = share_reads_from
         wide = torch.promote_types(dtype, torch.float32)
         linear = [i for i, kind in enumerate(config.layer_types) if kind == LINEAR]
         num_slots = sizes.num_states + sizes.num_rows
@@ -86,6 +89,8 @@ class StepMemory:
         self._pools, self._row_starts, self._places = memory, row_starts, places
         self._run = memory.implementation
         self._read = places.state_read.clamp(min=0)
+        saved = (len(places.context_lens) - 1) * places.num_shared_pages * memory.page_size
+        self._shares = saved >= memory.share_reads_from
         self._begins = (places.state_read == EMPTY).nonzero().flatten()
 
     def attend(
@@ -98,10 +103,11 @@ class StepMemory:
         """Append the new keys and values to the rows' pages, and attend. Changes: this layer's pages."""
         k_pages, v_pages, places = self._pools.k_pages[layer], self._pools.v_pages[layer], self._places
         self._run.write_pages(k, v, k_pages, v_pages, places.slots)
-        out, _ = self._run.paged_attention(
-            q, k_pages, v_pages, places.page_tables, self._row_starts, places.context_lens
-        )
-        return out
+        rows = (places.page_tables, self._row_starts, places.context_lens)
+        if self._shares:
+            shared = places.num_shared_pages
+            return self._run.shared_prefix_attention(q, k_pages, v_pages, *rows, shared, self._run.paged_attention)[0]
+        return self._run.paged_attention(q, k_pages, v_pages, *rows)[0]
 
     def convolve(
         self, layer: int, x: Float[Tensor, "tokens channels"], weight: Float[Tensor, "channels kernel"]

@@ -13,7 +13,7 @@ still wants the first one, it is a snapshot: kept in the tree, at no cost but it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from itertools import chain
 
@@ -71,9 +71,9 @@ class HybridCache:
         """The requests that hold anything."""
         return {*self.tables, *self.slot_of} | self.prefixes.holders
 
-    def open(self) -> Ticket:
-        """A ticket for the next step, with nothing on it."""
-        return Ticket(self)
+    def open(self, waiting: Sequence[Request] = ()) -> Ticket:
+        """A ticket for the next step, with nothing on it; for a step into which some of `waiting` may be let."""
+        return Ticket(self, waiting)
 
     def pages_needed(self, num_tokens: int) -> int:
         """How many pages so many tokens of one request take."""
@@ -102,7 +102,6 @@ class HybridCache:
         if slot != EMPTY:
             self.states.share(slot)
             self.slot_of[request.id] = slot
-        self.prefixes.begin(request, hit)
         request.reuse(hit.num_tokens)
         return True
 

@@ -26,6 +26,21 @@ def scores_prompt(piece: Slice) -> bool:
     return request.params.prompt_logprobs is not None and piece.start < len(request.prompt_ids)
 
 
+def num_shared_pages(tables: np.ndarray, starts: np.ndarray, page_size: int) -> int:
+    """How many pages all rows begin with, of those that all rows' new tokens stand behind.
+
+    Arguments:
+        tables: the pages of each row, [rows, pages of the longest].
+        starts: position of each row's first new token.
+
+    >>> num_shared_pages(np.array([[7, 3, 5], [7, 3, 9]]), np.array([9, 11]), page_size=4)
+    2
+    """
+    computed = starts.min() // page_size
+    shared = (tables[:, :computed] == tables[0, :computed]).all(0)
+    return int(computed if shared.all() else shared.argmin())
+
+
 def pack(
     slices: Sequence[Slice], ticket: Ticket, cache: HybridCache, device: str | torch.device = "cpu"
 ) -> tuple[Step, Places]:
@@ -60,7 +75,7 @@ def pack(
         torch.as_tensor(np.asarray(values, dtype=np.int64), device=device)
         for values in (tokens, positions, row_starts, chosen, tables, stops, read, write, slots)
     ]
-    return Step(*tensors[:4]), Places(*tensors[4:])
+    return Step(*tensors[:4]), Places(*tensors[4:], num_shared_pages(tables, starts, cache.page_size))
 
 
 def _page_tables(slices: Sequence[Slice], cache: HybridCache) -> np.ndarray:

@@ -6,15 +6,17 @@ it has come to; so what it reads is not evicted, and its next tokens are added t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from minserve.deltanet.state_pool import EMPTY
 from minserve.hybrid.reuse import match_hybrid, next_snapshot
 from minserve.hybrid.snapshots import Snapshots
+from minserve.radix.node import num_common
 from minserve.radix.radix_tree import Match, Namespace, Node, RadixTree
 from minserve.request import Request
 
+MOST_BRANCHES = 8  # places where a request keeps its state for those who part with it there
 PATIENCE = 16  # steps that a request waits, at most, for one that is computing what it could reuse
 
 
@@ -48,7 +50,7 @@ class Prefixes:
         self.tree, self.snapshots, self.enabled = tree, snapshots, enabled
         self._page_size, self._every, self._match = page_size, snapshot_every, match
         self._node_of: dict[Hashable, Node] = {}
-        self._branch_of: dict[Hashable, int] = {}
+        self._branches_of: dict[Hashable, set[int]] = {}
         self._computing: dict[Hashable, tuple[Request, Namespace]] = {}
         self._waited: dict[Hashable, int] = {}
 
@@ -75,18 +77,21 @@ class Prefixes:
         return Hit(0, self.tree.match([], self._namespace(request)), None)
 
     def is_awaited(self, request: Request, hit: Hit) -> bool:
-        """Whether a running request is about to compute what this one could reuse. Changes: how long it has waited."""
+        """Whether a running request is about to compute what this one could reuse, and will keep its state there.
+
+        Changes: how long the request has waited, where the other one's states are kept.
+        """
         waited = self._waited.get(request.id, 0)
         if not self.enabled or waited >= PATIENCE or request.params.prompt_logprobs is not None:
             return False
         for other, namespace in self._computing.values():
-            start = max(hit.num_tokens, other.num_computed)
-            point = start + self._page_size if self.snapshots is None else self._next(other, start)
-            if point is None or not point < request.num_committed or namespace != self._namespace(request):
+            common = self._num_common(request, other) if namespace == self._namespace(request) else 0
+            if common < self._page_size + max(hit.num_tokens, other.num_computed):
                 continue
-            if point <= other.num_committed and _same(request.tokens, other.tokens, point):
-                self._waited[request.id] = waited + 1
-                return True
+            if self.snapshots is not None:
+                self._branches_of.setdefault(other.id, set()).add(common)
+            self._waited[request.id] = waited + 1
+            return True
         return False
 
     def lock(self, request: Request, hit: Hit) -> tuple[list[int], int]:
@@ -94,13 +99,25 @@ class Prefixes:
         node = self._node_of[request.id] = self.tree.lock(hit.match, hit.num_tokens)
         return self.tree.pages(node), EMPTY if hit.place is None else self.snapshots.use(hit.place)
 
-    def begin(self, request: Request, hit: Hit) -> None:
-        """Note that a request is let in and computes the rest. Changes: these notes."""
+    def begin(self, request: Request, hit: Hit, waiting: Iterable[Request] = ()) -> None:
+        """Note that a request is let in and computes the rest, and where others will want its state.
+
+        Arguments:
+            waiting: requests that may come next; those that begin as this one does part with it somewhere.
+        Changes: these notes.
+        """
+        namespace = self._namespace(request)
         self._waited.pop(request.id, None)
-        self._computing[request.id] = request, self._namespace(request)
-        page_hit = min(hit.match.num_tokens, request.num_committed - 1)
-        if page_hit >= hit.num_tokens + self._page_size:
-            self._branch_of[request.id] = page_hit  # the next one to come this way should find a state here
+        self._computing[request.id] = request, namespace
+        if self.snapshots is None or not self.enabled:
+            return
+        partings = [hit.match.num_tokens]  # pages without a state: somebody else went on from here
+        partings += [
+            self._num_common(o, request) for o in waiting if o is not request and namespace == self._namespace(o)
+        ]
+        most = request.num_committed - 1
+        useful = {min(at, most) for at in partings if min(at, most) >= hit.num_tokens + self._page_size}
+        self._branches_of[request.id] = {*sorted(useful)[:MOST_BRANCHES]}
 
     def fork(self, request: Request, child: Request) -> None:
         """Let a child hold on to where its request stands. Changes: locks."""
@@ -144,7 +161,7 @@ class Prefixes:
         node = self._node_of.pop(request.id, None)
         if node is not None:
             self.tree.unlock(node)
-        for notes in (self._branch_of, self._computing, self._waited):
+        for notes in (self._branches_of, self._computing, self._waited):
             notes.pop(request.id, None)
 
     def evict(self, num_pages: int) -> None:
@@ -170,14 +187,15 @@ class Prefixes:
         """Where the next state of a request is kept, if any is."""
         if self.snapshots is None or not self.enabled:
             return None
-        branch = self._branch_of.get(request.id, 0)
-        return next_snapshot(start, request.num_committed, self._page_size, self._every, branch)
+        branches = self._branches_of.get(request.id, ())
+        return next_snapshot(start, request.num_committed, self._page_size, self._every, branches)
+
+    def _num_common(self, request: Request, other: Request) -> int:
+        """How many first tokens of two requests are the same, the last of the first one left out."""
+        if request.tokens[0] != other.tokens[0]:
+            return 0
+        return min(num_common(request.tokens, other.tokens), request.num_committed - 1)
 
     def _namespace(self, request: Request) -> Namespace:
         """Whose prefixes a request may share."""
         return self.tree.namespace(request.params.cache_salt)
-
-
-def _same(tokens: list[int], others: list[int], num_tokens: int) -> bool:
-    """Whether the first num_tokens tokens are the same; of unlike prompts, mostly one look shows it."""
-    return tokens[num_tokens - 1] == others[num_tokens - 1] and tokens[:num_tokens] == others[:num_tokens]

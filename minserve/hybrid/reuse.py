@@ -13,7 +13,7 @@ Pan et al., Marconi: Prefix Caching for the Era of Hybrid LLMs (arXiv 2411.19379
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def match_hybrid(page_hit: int, snapshots: Sequence[int], num_tokens: int) -> int:
@@ -30,7 +30,7 @@ def match_hybrid(page_hit: int, snapshots: Sequence[int], num_tokens: int) -> in
     return max((count for count in snapshots if count <= min(page_hit, num_tokens - 1)), default=0)
 
 
-def next_snapshot(start: int, num_tokens: int, page_size: int, every: int, branch: int = 0) -> int | None:
+def next_snapshot(start: int, num_tokens: int, page_size: int, every: int, branches: Iterable[int] = ()) -> int | None:
     """Where the next state of a request is kept: the first such count after `start`, or None up to its last token.
 
     Arguments:
@@ -39,10 +39,10 @@ def next_snapshot(start: int, num_tokens: int, page_size: int, every: int, branc
         page_size: tokens per page; a state is kept at the last page boundary that another request with this very
             prompt could start from.
         every: a state is kept at each multiple of it.
-        branch: where this request leaves a path that others took; 0 for nowhere.
+        branches: where this request and others part.
 
     >>> next_snapshot(0, 21, page_size=4, every=8), next_snapshot(16, 21, 4, 8), next_snapshot(20, 21, 4, 8)
     (8, 20, None)
     """
-    points = ((start // every + 1) * every, (num_tokens - 1) // page_size * page_size, branch)
+    points = ((start // every + 1) * every, (num_tokens - 1) // page_size * page_size, *branches)
     return min((point for point in points if start < point <= num_tokens), default=None)

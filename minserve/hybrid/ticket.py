@@ -6,7 +6,7 @@ goes wrong in between, the model's error or a client who leaves, `undo` returns 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from minserve.batching.batcher import Entry
@@ -23,9 +23,9 @@ class Ticket:
         state_write: per request, the slot that gets its state after this step.
     """
 
-    def __init__(self, cache: HybridCache):
+    def __init__(self, cache: HybridCache, waiting: Sequence[Request] = ()):
         self.state_write: dict[Hashable, int] = {}
-        self._cache = cache
+        self._cache, self._waiting = cache, waiting
         self._room_before: dict[Hashable, int] = {}
         self._kept: set[Hashable] = set()
 
@@ -51,7 +51,10 @@ class Ticket:
         hit = self._cache.prefixes.find(request)
         if self._cache.prefixes.is_awaited(request, hit):
             return Entry.LATER
-        return Entry.IN if self._cache.admit(request, hit, spare_pages) else Entry.FULL
+        if not self._cache.admit(request, hit, spare_pages):
+            return Entry.FULL
+        self._cache.prefixes.begin(request, hit, self._waiting)
+        return Entry.IN
 
     def stop_at(self, request: Request, stop: int) -> int:
         """Where a slice up to `stop` ends at the latest, so that the state after it can be kept."""

@@ -14,6 +14,7 @@ from minserve.deltanet.gated_delta import gated_delta_ragged
 from minserve.errors import InvalidValue
 from minserve.experts.expert_mix import expert_mix, expert_mix_dense
 from minserve.paging.paged_attention import paged_attention, write_pages
+from minserve.radix.shared_prefix_attention import shared_prefix_attention
 
 IMPLEMENTATIONS = ("torch", "triton", "train")
 
@@ -24,6 +25,7 @@ class Implementation(NamedTuple):
     expert_mix: Callable
     write_pages: Callable
     paged_attention: Callable
+    shared_prefix_attention: Callable
     conv_tail_ragged: Callable
     gated_delta_ragged: Callable
 
@@ -33,13 +35,23 @@ def choose_implementation(impl: str) -> Implementation:
 
     Errors: InvalidValue for an unknown name; MissingRequirement for "triton" where that is not installed.
     """
-    reference = Implementation(expert_mix, write_pages, paged_attention, conv_tail_ragged, gated_delta_ragged)
+    reference = Implementation(
+        expert_mix, write_pages, paged_attention, shared_prefix_attention, conv_tail_ragged, gated_delta_ragged
+    )
     if impl == "torch":
         return reference
     if impl == "train":
         return reference._replace(expert_mix=expert_mix_dense)
     if impl == "triton":
-        from minserve.paging import paged_attention_triton as kernels
+        from minserve.deltanet import conv_tail_triton, gated_delta_triton
+        from minserve.paging import paged_attention_triton as paging
+        from minserve.radix import shared_prefix_attention_triton as radix
 
-        return reference._replace(write_pages=kernels.write_pages, paged_attention=kernels.paged_attention)
+        return reference._replace(
+            write_pages=paging.write_pages,
+            paged_attention=paging.paged_attention,
+            shared_prefix_attention=radix.shared_prefix_attention,
+            conv_tail_ragged=conv_tail_triton.conv_tail_ragged,
+            gated_delta_ragged=gated_delta_triton.gated_delta_ragged,
+        )
     raise InvalidValue("impl", impl, "one of " + ", ".join(IMPLEMENTATIONS), "EngineConfig.impl")

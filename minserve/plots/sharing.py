@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import minserve.plot_style as style
 from minserve.errors import InvalidValue
 from minserve.plots.charts import Figure, new_figure
 
-KINDS = {"in use": style.COLOURS[0], "evictable": style.COLOURS[5]}
-CHARACTER_INCHES, PAPER_INCHES, MOST_GRID_LINES = 0.078, 6.2, 40
+KINDS = MappingProxyType({"in use": style.COLOURS[0], "evictable": style.COLOURS[5]})
+CHARACTER_INCHES, PAPER_INCHES, MOST_GRID_LINES, MOST_TICKS = 0.078, 6.2, 40, 12
 
 
 class TreeNode(Protocol):
@@ -59,8 +60,10 @@ def radix_tree(
             style.write(ax, pages, (node.start, row), (1, -17), style.QUIET, fontsize=7)
         if id(node.parent) in rows:
             ax.plot([node.start] * 2, [rows[id(node.parent)], row], color=style.QUIET, linewidth=1, zorder=0)
-    if num_tokens <= MOST_GRID_LINES * page_size:
-        ax.vlines(range(0, num_tokens + 1, page_size), -0.6, num_rows - 0.4, style.FAINT, linewidth=0.8, zorder=-1)
+    begins = range(0, num_tokens + 1, page_size)
+    if len(begins) <= MOST_GRID_LINES:
+        ax.vlines(begins, -0.6, num_rows - 0.4, style.FAINT, linewidth=0.8, zorder=-1)
+        ax.set_xticks(begins[:: -(-len(begins) // MOST_TICKS)])
     ax.set_ylim(num_rows - 0.3, -0.7)
     ax.set_yticks([])
     ax.spines["left"].set_visible(False)

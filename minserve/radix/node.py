@@ -68,7 +68,7 @@ class Match(NamedTuple):
     namespace: Namespace | None = None
 
 
-def num_common(edge: tuple[int, ...], tokens: Sequence[int], at: int) -> int:
+def num_common(edge: Sequence[int], tokens: Sequence[int], at: int = 0) -> int:
     """How many tokens of an edge are those of a sequence from position `at` on.
 
     Slices are compared whole, first short ones and then longer ones; in the one that differs the place is found by
@@ -80,7 +80,7 @@ def num_common(edge: tuple[int, ...], tokens: Sequence[int], at: int) -> int:
     limit, same, block = min(len(edge), len(tokens) - at), 0, FIRST_BLOCK_TOKENS
 
     def equal(start: int, stop: int) -> bool:
-        return edge[start:stop] == tuple(tokens[at + start : at + stop])
+        return tuple(edge[start:stop]) == tuple(tokens[at + start : at + stop])
 
     while same < limit:
         stop = min(limit, same + block)

@@ -140,7 +140,7 @@ class RadixTree(PrefixTree):
         """Raise TreeError unless the tree fits together, evictable + protected == all pages, and every leaf can go."""
         super().check()
         for namespace, root in self._roots.items():
-            if not root.children and not root.num_locks:
+            if self._is_free(root):
                 raise TreeError(f"the root of {namespace} has no child and no lock")
         entries = [id(node) for _, _, node in self._heap]
         if len(set(entries)) != len(entries):
@@ -193,14 +193,16 @@ class RadixTree(PrefixTree):
         return upper
 
     def _is_free(self, node: Node) -> bool:
-        """Whether the node is a leaf that nobody locks."""
-        return not node.children and not node.num_locks and node.namespace is None
+        """Whether nothing is below the node, and nobody locks it."""
+        return not node.children and not node.num_locks
 
     def _left_alone(self, node: Node) -> None:
         """Let a node wait for its eviction, if it is a free leaf; a root goes at once. Changes: the tree."""
-        if node.namespace is not None and not node.children and not node.num_locks:
-            self._roots.pop(node.namespace, None)
-        elif self._is_free(node) and not node.queued:
+        if not self._is_free(node):
+            return
+        if node.namespace is not None:
+            del self._roots[node.namespace]
+        elif not node.queued:
             self._push(node)
 
     def _push(self, leaf: Node) -> None:

@@ -46,7 +46,8 @@ def shared_prefix_attention(
         context_lens: how many tokens of a row lie in pages, its queries' own included.
         num_shared_pages: how many pages, from the first on, are the same in the table of each row that has queries.
             All queries stand behind them. 0 makes this plain paged attention.
-        paged_attention: attends to the tails; it takes the six tensors, and returns what this returns.
+        paged_attention: attends to the tails; it takes the six tensors, and returns what this returns. Its results are
+            in q's dtype, so narrow numbers are rounded once more than there.
     Returns the attention in q's dtype, and each query's log-sum-exp in float32, or float64 for float64 inputs. No
     gradient flows.
     Errors: InvalidValue for a row whose first pages are not those of the others, whose queries stand inside them, or

@@ -139,7 +139,7 @@ def shared_prefix_attention(
         block_keys: how many keys a program looks at in one go: a power of two from 16 on, and as many as registers
             hold unless given.
     Changes: `out` and `lse`. Nothing waits for the GPU, so page ids, lengths, and that the pages are shared, are
-    believed. A tail comes from `paged_attention` in q's dtype, which rounds it once more than the reference does.
+    believed.
     Errors: InvalidValue for tensors that differ in dtype, pools that are not contiguous, or sizes out of range;
     MissingRequirement without a GPU.
     """

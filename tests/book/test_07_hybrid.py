@@ -20,6 +20,7 @@ from minserve.deltanet.state_pool import StateError, StatePool
 from minserve.engine_config import size_caches
 from minserve.events import EventKind
 from minserve.hybrid.reuse import match_hybrid
+from minserve.hybrid.snapshots import Snapshots
 from minserve.metrics import request_metrics
 from minserve.model.counting import kv_bytes_per_token, state_bytes
 from minserve.model.model_figures import named_config
@@ -93,7 +94,7 @@ def test_7a_pages_without_a_state_answer_wrongly_and_silently(chapter):  # fault
 
 def test_7a_state_scars_heal_and_page_scars_do_not(chapter):
     rng, far = np.random.default_rng(0), defaultdict(list)
-    for start in rng.integers(0, len(chapter.text) - 400, 6):
+    for start in rng.integers(0, len(chapter.text) - 400, 5):
         known = chapter.text[start : start + int(rng.integers(200, 257))]
         coming = chapter.text[start + len(known) :][:96]
         ways = chapter.scarred(known, coming, chapter.text[rng.integers(100_000) :][:32])
@@ -104,32 +105,39 @@ def test_7a_state_scars_heal_and_page_scars_do_not(chapter):
                    for part in (slice(0, 8), slice(72, 96)))  # fmt: skip
     states = [name for name in far if name.startswith("state")]
     assert len(states) == 3 and all(first[name] > 0.2 and last[name] < 0.1 * first[name] for name in states)
-    assert last["pages: zeros"] > 0.2 * first["pages: zeros"] and last["pages: zeros"] > max(last[n] for n in states)
+    left = {name: last[name] / first[name] for name in far}
+    assert all(left["pages: zeros"] > 2 * left[name] and last["pages: zeros"] > 2 * last[name] for name in states)
 
 
 def test_7a_the_recall_question_with_somebody_elses_state(chapter):  # fault A6
-    right, wrong = {}, {}
-    for question in ("What is a port?", "border = ?", "port = ?"):
-        for found, parts in ((wrong, Parts(match_hybrid=chapter.somebody_elses, state_pool=chapter.TrustingPool)),
-                             (right, Parts())):  # fmt: skip
-            engine = chapter.fresh(parts, snapshot_every=16)
-            _, answer = (chapter.serve(engine, [ids], max_tokens=12)[0] for ids in (asking(question), PROMPT))
-            found[question] = chapter.decode(answer)
-    assert set(right.values()) == {"port = 8127"}
-    assert "8127" not in wrong["What is a port?"] and wrong["port = ?"] == "port = 8127"
+    answers = {}
+    for name, parts in (("right", Parts()), ("wrong", Parts(match_hybrid=chapter.somebody_elses,
+                                                            state_pool=chapter.TrustingPool))):  # fmt: skip
+        engine = chapter.fresh(parts, snapshot_every=16)
+        _, answer = (chapter.serve(engine, [ids], max_tokens=12)[0] for ids in (asking("What is a port?"), PROMPT))
+        answers[name] = chapter.decode(answer)
+    assert answers["right"] == "port = 8127" and "8127" not in answers["wrong"]
 
 
 # --- 7b: the state has no inverse: reuse, preemption, forking need snapshots
 
 
+WANTS = {"max_tokens": 48, "temperature": 0.8, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def truth(chapter):
+    """Six answers by an engine that keeps nothing for anybody."""
+    with torch.inference_mode():
+        return chapter.serve(chapter.fresh(prefix_cache=False), [PROMPT] * 6, **WANTS)
+
+
 @pytest.mark.parametrize("name, num_pages, riders", [("reuse", None, 0), ("preemption", 36, 5), ("fork", None, 5)])
-def test_7b_wrong_without_and_identical_with(chapter, name, num_pages, riders):
-    wants = {"max_tokens": 48, "temperature": 0.8, "ignore_eos": True}
-    truth = chapter.serve(chapter.fresh(prefix_cache=False), [PROMPT] * 6, **wants)
+def test_7b_wrong_without_and_identical_with(chapter, truth, name, num_pages, riders):
     alone = chapter.pages_alone(chapter.fresh(chapter.naive, num_pages=num_pages), name == "fork")
-    assert chapter.serve(alone, [PROMPT] * 6, riders, **wants) != truth
+    assert chapter.serve(alone, [PROMPT] * 6, riders, **WANTS) != truth
     engine = chapter.fresh(num_pages=num_pages, check=True)
-    assert chapter.serve(engine, [PROMPT] * 6, riders, **wants) == truth
+    assert chapter.serve(engine, [PROMPT] * 6, riders, **WANTS) == truth
     kinds = [event.kind for event in engine.log]
     assert (EventKind.PREEMPTED in kinds) == (name == "preemption")
 
@@ -183,9 +191,18 @@ def test_7d_pages_are_cut_shared_and_evicted_otherwise_than_states(chapter):
         with pytest.raises(StateError, match="has seen 13"):
             states.expect(slot, num_tokens)
     assert [match_hybrid(hit, [4, 8], 99) for hit in range(10)] == [0] * 4 + [4] * 4 + [8] * 2  # share
-    tree = RadixTree(PageAllocator(4), 2)
-    short = tree.insert([1, 2], tree.allocator.take(1)) if hasattr(tree, "allocator") else None
-    assert short is None or short in [*tree.nodes()]
+    # Evict: the oldest page has one behind it and stays, the oldest state may go.
+    allocator, pool = PageAllocator(4), StatePool(4)
+    tree, snapshots, pages = RadixTree(allocator, 2), Snapshots(pool), allocator.take(2)
+    nodes = [tree.insert([1, 2], pages[:1]), tree.insert([1, 2, 3, 4], pages)]
+    allocator.release(pages)
+    for node in nodes:
+        slot = pool.take()
+        pool.stamp(slot, node.stop)
+        snapshots.put(node, slot)
+        pool.release(slot)
+    snapshots.evict(1)
+    assert [node in snapshots for node in nodes] == [False, True] and tree.evict(1) == nodes[1:]
 
 
 def test_7d_the_table_of_engines_has_each_ability():
@@ -194,6 +211,14 @@ def test_7d_the_table_of_engines_has_each_ability():
 
 
 # --- 5b again, and what users see
+
+
+def test_the_sessions_prefill_shrinks_to_a_token_and_stops_at_snapshots(chapter):
+    llm = LLM(config=EngineConfig())
+    outputs = [llm.generate([chat_prompt(SESSION[:end])], SamplingParams(max_tokens=24))[0] for end in (2, 4, 6, 6)]
+    assert [output.usage.cached_tokens for output in outputs] == [0, 121, 144, 384]
+    steps = [[event.data["stop"] for event in llm.log.of(i) if event.data.get("phase") == "prefill"] for i in range(4)]
+    assert steps == [[96, 106], [144, 160], [160, 256, 384, 385], [385]] and outputs[3].text == "port = 8127"
 
 
 def test_5b_a_cached_token_costs_the_tokens_since_the_snapshot(chapter):
@@ -225,4 +250,4 @@ def test_break_every_fault_is_caught_by_the_stamp(chapter):  # faults A1, A3, A6
         engine = chapter.fresh(Parts(match_hybrid=fault), snapshot_every=every)
         with pytest.raises(StateError, match="its reader expects"):
             for ids in (asking("What is a port?"), PROMPT, PROMPT):
-                chapter.serve(engine, [ids], max_tokens=12)
+                chapter.serve(engine, [ids], max_tokens=1)

@@ -126,6 +126,7 @@ def check_idle(engine):
     assert keeps or cache.allocator.num_free == engine.sizes.num_pages
     kept = cache.snapshots.slots if cache.snapshots is not None and keeps else []
     assert sorted(cache.states.held) == sorted(kept) and len(kept) <= engine.sizes.num_states
+    assert len(kept) == sum(node in cache.snapshots for node in cache.tree.nodes() if kept)
     engine.check()
 
 

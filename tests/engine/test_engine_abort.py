@@ -22,6 +22,10 @@ def put_back():
     return {"num_pages": 5, "page_size": 2}, [[ask("b", 2, 7)], [ask("v", 1, 7)], [ask("c", 1, 1)]]
 
 
+def waiting_for_a_prefix():
+    return {"snapshot_every": 4}, [[ask("b", 20, 3)], [ask("v", 20, 3)], [ask("w", 20, 2)], [ask("c", 7, 2)]]
+
+
 def three_branches():
     return {}, [family("v", 12, 3, 3), [ask("b", 5, 4)]]
 
@@ -40,6 +44,7 @@ def scored_branches():
 
 SCENES = [
     *[(scene, ("v",)) for scene in (beside_another, waiting_for_a_place, put_back)],
+    *[(waiting_for_a_prefix, victims) for victims in (("v",), ("b",), ("b", "v"))],
     *[(three_branches, victims) for victims in (("v0",), ("v1",), ("v2",), ("v1", "v2"), ("v0", "v1", "v2"))],
     *[(branches_of_one_token, victims) for victims in (("v0",), ("v1",), ("v1", "v2"))],
     *[(branches_without_room, victims) for victims in (("v0",), ("v2",), ("v0", "v2"))],
@@ -212,6 +217,9 @@ def test_the_scenes_are_what_they_are_called():
         played.check(progress)
         kinds[scene] = [(event.kind, event.request_id) for event in played.engine.log]
     assert (EventKind.PREEMPTED, "v") in kinds[put_back]
+    assert kinds[waiting_for_a_prefix].index((EventKind.ADMITTED, "v")) > kinds[waiting_for_a_prefix].index(
+        (EventKind.ADMITTED, "c")
+    )
     late = [name for kind, name in kinds[branches_without_room] if kind is EventKind.SLICE and name != "v0"]
     assert {"v1", "v2"} & {*late}  # at least one reads the prompt by itself
     assert kinds[waiting_for_a_place].index((EventKind.ADMITTED, "v")) > kinds[waiting_for_a_place].index(

@@ -251,6 +251,6 @@ def playing(machine, num_examples, num_rules):
     return case
 
 
-TestWithoutAModel = playing(EngineModel, 300, 30)
-TestWithAScriptedModel = playing(ScriptedModel, 250, 30)
+TestWithoutAModel = playing(EngineModel, 220, 30)
+TestWithAScriptedModel = playing(ScriptedModel, 220, 30)
 TestWithASmallModel = playing(SmallModel, 60, 25)

@@ -18,6 +18,8 @@ from kernel_checks import NAN, bound
 from test_tail_copy import Case as TailCase
 
 from minserve.batching import ragged_attention as batching
+from minserve.deltanet import conv_tail as convolution
+from minserve.deltanet import gated_delta as delta_rule
 from minserve.deltanet import tail_copy as deltanet
 from minserve.paging import paged_attention as paging
 from minserve.radix import shared_prefix_attention as radix
@@ -33,6 +35,8 @@ class Sizes:
     kv_heads: int = 2
     head_dim: int = 256
     channels: int = 8192
+    delta_heads: tuple[int, int] = (16, 32)  # of keys, and of values
+    delta_dims: tuple[int, int] = (128, 128)
     decode_rows: int = 64
     context: int = 4096
     shared: int = 3840
@@ -41,7 +45,9 @@ class Sizes:
     page_sizes: tuple[int, ...] = (16, 64)
 
 
-TINY = Sizes(4, 2, 24, 37, decode_rows=2, context=7, shared=4, prompt=3, unequal=(2, 1), page_sizes=(4,))
+TINY = Sizes(
+    4, 2, 24, 37, (1, 2), (6, 5), decode_rows=2, context=7, shared=4, prompt=3, unequal=(2, 1), page_sizes=(4,)
+)
 
 
 @dataclass(frozen=True)
@@ -215,6 +221,57 @@ def tail_pair(note: str, lengths: tuple[int, ...], sizes: Sizes) -> Pair:
     )  # fmt: skip
 
 
+def summed_differences(found, wanted, args) -> list[tuple[float, float]]:
+    """Each result is bounded by its own largest number."""
+    bounds = [bound(x.dtype, y.abs().max().item()) for x, y in zip(found, wanted, strict=True)]
+    errors = [(x.double() - y.double()).abs().max().item() for x, y in zip(found, wanted, strict=True)]
+    return list(zip(errors, bounds, strict=True))
+
+
+def delta_pair(note: str, lengths: tuple[int, ...], sizes: Sizes) -> Pair:
+    """The delta rule: values in the dtype, all else wide, as the layers hand it over. Operations: token by token."""
+    num, num_rows, (key_heads, heads), (key_dim, value_dim) = (
+        sum(lengths), len(lengths), sizes.delta_heads, sizes.delta_dims
+    )  # fmt: skip
+
+    def tensors(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+        wide = torch.promote_types(dtype, torch.float32)
+        q, k = (randn((num, key_heads, key_dim), wide, device, seed) for seed in (0, 1))
+        k, v = torch.nn.functional.normalize(k, dim=-1), randn((num, heads, value_dim), dtype, device, 2)
+        g, beta = (randn((num, heads), wide, device, seed).sigmoid() for seed in (3, 4))
+        state = randn((num_rows, heads, key_dim, value_dim), wide, device, 5)
+        g = (0.8 + 0.19 * g).log()
+        return q * key_dim**-0.5, k, v, g, beta, state, indices(accumulate(lengths, initial=0), device)
+
+    def num_bytes(dtype: torch.dtype) -> int:
+        wide = 2 * num * key_heads * key_dim + 2 * num * heads + 2 * num_rows * heads * key_dim * value_dim
+        wide_bytes = torch.promote_types(dtype, torch.float32).itemsize
+        return wide * wide_bytes + 2 * num * heads * value_dim * dtype.itemsize + (num_rows + 1) * INDEX_BYTES
+
+    return Pair(
+        "gated_delta_ragged", note, tensors, num_bytes, delta_rule.gated_delta_ragged, summed_differences,
+        flops=6 * num * heads * key_dim * value_dim,
+    )  # fmt: skip
+
+
+def convolution_pair(note: str, lengths: tuple[int, ...], sizes: Sizes) -> Pair:
+    """The convolution, each row from its own tail."""
+    num, rows, channels, keep = sum(lengths), len(lengths), sizes.channels, 3
+
+    def tensors(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+        shapes = ((num, channels), (channels, keep + 1), (rows, keep, channels))
+        numbers = (randn(shape, dtype, device, seed) for seed, shape in enumerate(shapes))
+        return *numbers, indices(accumulate(lengths, initial=0), device)
+
+    return Pair(
+        "conv_tail_ragged", note, tensors,
+        num_bytes=lambda dtype: (
+            (2 * num + keep + 1 + 2 * rows * keep) * channels * dtype.itemsize + (rows + 1) * INDEX_BYTES
+        ),
+        reference=convolution.conv_tail_ragged, differences=summed_differences,
+    )  # fmt: skip
+
+
 def pairs(sizes: Sizes) -> Iterator[Pair]:
     """Every kernel, at the sizes of decode, of a prompt, and of both in one step."""
     rows, context, prompt = sizes.decode_rows, sizes.context, sizes.prompt
@@ -230,5 +287,8 @@ def pairs(sizes: Sizes) -> Iterator[Pair]:
     for page_size in sizes.page_sizes:
         yield write_pair(f"a prompt of {prompt:,}", prompt, page_size, page_size, sizes)
     yield write_pair(f"{rows} decode rows", rows, 1, sizes.page_sizes[0], sizes)
+    for pair in (delta_pair, convolution_pair):
+        yield pair(f"{rows} decode rows", (1,) * rows, sizes)
+        yield pair(f"a prompt of {prompt:,}", (prompt,), sizes)
     yield tail_pair(f"{rows} decode rows", (1,) * rows, sizes)
     yield tail_pair(f"{rows} decode rows and a prompt", (1,) * rows + (prompt,), sizes)

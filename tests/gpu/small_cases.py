@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
+import conv_cases
+import delta_cases
 import paged_cases
 import ragged_cases
 import shared_cases
@@ -16,6 +18,8 @@ import write_cases
 from kernel_checks import bound
 
 from minserve.batching import ragged_attention_triton as batching
+from minserve.deltanet import conv_tail_triton as convolution
+from minserve.deltanet import gated_delta_triton as delta_rule
 from minserve.deltanet import tail_copy_triton as deltanet
 from minserve.paging import paged_attention_triton as paging
 from minserve.radix import shared_prefix_attention_triton as radix
@@ -24,6 +28,16 @@ from minserve.radix import shared_prefix_attention_triton as radix
 def attention_bounds(dtype: torch.dtype) -> tuple[float, float]:
     """What the kernels' own tests allow the attention, and its log-sum-exp."""
     return bound(dtype, 5), bound(torch.promote_types(dtype, torch.float32), 10)
+
+
+def delta_bounds(dtype: torch.dtype) -> tuple[float, float]:
+    """What the kernels' own tests allow the delta rule, and the states, which are wide."""
+    return bound(dtype, 5), bound(torch.promote_types(dtype, torch.float32), 5)
+
+
+def convolution_bounds(dtype: torch.dtype) -> tuple[float, float]:
+    """What the kernel's own tests allow the convolution; its tails are copies."""
+    return bound(dtype, 10), 0.0
 
 
 def copy_bounds(dtype: torch.dtype) -> tuple[float, ...]:
@@ -35,6 +49,8 @@ shared_prefix_attention = partial(radix.shared_prefix_attention, paged_attention
 
 TABLES = (  # the name of a kernel, its wrapper, its cases, and how far its results may be off
     ("tail_copy", deltanet.tail_copy, test_tail_copy, copy_bounds),
+    ("conv_tail_ragged", convolution.conv_tail_ragged, conv_cases, convolution_bounds),
+    ("gated_delta_ragged", delta_rule.gated_delta_ragged, delta_cases, delta_bounds),
     ("ragged_attention", batching.ragged_attention, ragged_cases, attention_bounds),
     ("paged_attention", paging.paged_attention, paged_cases, attention_bounds),
     ("shared_prefix_attention", shared_prefix_attention, shared_cases, attention_bounds),

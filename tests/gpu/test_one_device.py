@@ -66,11 +66,13 @@ def test_the_reference_stays_on_the_device(model):
 
 @needs_triton
 def test_the_kernels_stay_on_the_device(model, monkeypatch):
-    from minserve.paging import paged_attention_triton as kernels
+    from minserve.deltanet import conv_tail_triton, gated_delta_triton
+    from minserve.paging import paged_attention_triton
 
     with ClaimedDevice() as mode:
-        for name in ("paged_attention_kernel", "merge_parts_kernel", "write_pages_kernel"):
-            monkeypatch.setattr(kernels, name, mode.launching(getattr(kernels, name)))
+        for module in (paged_attention_triton, conv_tail_triton, gated_delta_triton):
+            for name in [name for name in vars(module) if name.endswith("_kernel")]:
+                monkeypatch.setattr(module, name, mode.launching(getattr(module, name)))
         outputs = serve(model, impl="triton")
         wanted = serve(model)
     assert mode.num_launched and outputs == wanted

@@ -77,26 +77,21 @@ def merged_heads(number_bytes: int, head_dim: int) -> dict:
     return {name: size for name, size in vectors(head_dim, HEADS=16).items() if name != "SCALE"}
 
 
-def delta_tile(number_bytes: int, head_dim: int) -> dict:
-    """The sizes that the wrapper of the delta rule chooses for keys and values of one size."""
-    keys, columns = delta_rule._blocks(head_dim, head_dim)
-    return {"KEY_DIM": head_dim, "VALUE_DIM": head_dim, "KEYS": keys, "COLUMNS": columns}
-
-
 def delta_tokens(number_bytes: int, head_dim: int) -> dict:
-    """The sizes of rows that go token by token, and leave one state behind."""
-    return delta_tile(number_bytes, head_dim) | {"EVERY": False}
+    """The sizes of rows that go token by token, with keys and values of one size; one state is left behind."""
+    keys, columns = delta_rule._token_blocks(head_dim, head_dim)
+    return {"KEY_DIM": head_dim, "VALUE_DIM": head_dim, "KEYS": keys, "COLUMNS": columns, "EVERY": False}
 
 
 def within_chunks(number_bytes: int, head_dim: int) -> dict:
-    """The sizes of the part of a chunk that has no values."""
-    sizes = delta_tile(number_bytes, head_dim)
-    return {"KEY_DIM": head_dim, "KEYS": sizes["KEYS"], "CHUNK": 32}
+    """The sizes of that part of a chunk which has no values."""
+    return {"KEY_DIM": head_dim, "SLICE": delta_rule.SLICE, "CHUNK": 32}
 
 
 def across_chunks(number_bytes: int, head_dim: int) -> dict:
     """The sizes of rows that go chunk by chunk."""
-    return delta_tile(number_bytes, head_dim) | {"CHUNK": 32}
+    columns = delta_rule._columns(head_dim, 32)
+    return within_chunks(number_bytes, head_dim) | {"VALUE_DIM": head_dim, "COLUMNS": columns}
 
 
 KERNELS = {
@@ -131,7 +126,7 @@ KERNELS = {
         "q k g state solved scores new_state",
         "most_tokens key_heads value_heads",
         across_chunks,
-        {"num_stages": delta_rule.NUM_STAGES},
+        {"num_stages": delta_rule.NUM_STAGES, "num_warps": delta_rule.NUM_WARPS},
     ),
     "ragged_attention_kernel": Compiled(
         batching,

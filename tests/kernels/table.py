@@ -21,6 +21,8 @@ sys.path[:0] = [
     *(str(TESTS / folder) for folder in ("kernels", "deltanet", "batching", "paging", "radix")),
 ]
 
+import conv_cases  # noqa: E402
+import delta_cases  # noqa: E402
 import paged_cases  # noqa: E402
 import ragged_cases  # noqa: E402
 import shared_cases  # noqa: E402
@@ -29,12 +31,20 @@ import write_cases  # noqa: E402
 from kernel_checks import DTYPES, compiled_rows  # noqa: E402
 
 from minserve.batching import ragged_attention_triton as batching  # noqa: E402
+from minserve.deltanet import conv_tail_triton as convolution  # noqa: E402
+from minserve.deltanet import gated_delta_triton as delta_rule  # noqa: E402
 from minserve.deltanet import tail_copy_triton as deltanet  # noqa: E402
 from minserve.paging import paged_attention_triton as paging  # noqa: E402
 from minserve.radix import shared_prefix_attention_triton as radix  # noqa: E402
 
 MEASURED = {  # the wrapper, its cases, and the kernels that it launches
     "tail_copy": (deltanet.tail_copy, tail_cases, ["tail_copy_kernel"]),
+    "conv_tail_ragged": (convolution.conv_tail_ragged, conv_cases, ["conv_tail_kernel"]),
+    "gated_delta_ragged": (
+        delta_rule.gated_delta_ragged,
+        delta_cases,
+        ["delta_tokens_kernel", "within_chunks_kernel", "across_chunks_kernel"],
+    ),
     "ragged_attention": (batching.ragged_attention, ragged_cases, ["ragged_attention_kernel"]),
     "paged_attention": (paging.paged_attention, paged_cases, ["paged_attention_kernel", "merge_parts_kernel"]),
     "shared_prefix_attention": (

@@ -33,6 +33,7 @@ FACTORS = MappingProxyType(
         "prefix_cache": (True, False),
         "prompts": ("unlike", "alike", "twice"),
         "snapshot_every": (1, 3, 8, 64),
+        "share_reads_from": (1, 4096),  # whether rows read what they share together, as soon as there is anything
         "states": ("many", "few"),  # slots for snapshots beside those of the requests that run
     }
 )

@@ -95,7 +95,7 @@ class TreeModel(RuleBasedStateMachine):
             assert (namespace, tokens) in leaves
             assert self.used[namespace, tokens] == min(self.used[path] for path in leaves)
             starts = [n for n in range(len(tokens)) if (namespace, tokens[:n]) in self.ends or not n]
-            assert (node.start, node.stop, node.parent) == (starts[-1], len(tokens), None)
+            assert (node.start, node.stop, node.parent, node.pages) == (starts[-1], len(tokens), None, [])
             for n in range(starts[-1] + 1, len(tokens) + 1):
                 del self.used[namespace, tokens[:n]]
             self.ends.discard((namespace, tokens))

@@ -95,6 +95,15 @@ def check_a_strided_pool_is_refused(kernel, args, case, strided):
         kernel(*args, case.shared)
 
 
+@needs_triton
+@pytest.mark.parametrize("case", [case for case in CASES if "empty row" in case.note], ids=str)
+def test_any_paged_attention_will_do(module, case):
+    """The reference's too, which refuses a context that is less than none, of an empty row as well."""
+    args = tensors_of(case)
+    found = module.shared_prefix_attention(*args, case.shared, paged_attention)
+    assert max(largest_difference(x, y) for x, y in zip(found, attended_by_a_loop(*args), strict=True)) <= 1e-12
+
+
 class Watched:
     """A kernel of which only the first programs run, and which keeps the grid and the arguments of its launch."""
 

@@ -68,7 +68,7 @@ def test_what_is_above_a_cut_is_as_old_as_what_is_below():
         played = WrittenPages(30, 4)
         tree = played.tree
         older = tree.lock(played.insert([9] * 4))
-        lower, branch = played.insert([1] * 8), played.insert([1] * cut + [2] * 8)
+        lower, (branch, _) = played.insert([1] * 8), played.insert_blindly([1] * cut + [2] * 8)  # nobody used upper
         upper = lower.parent
         assert [*tree.evict(1), *tree.evict(1)][:2] == [lower, branch]
         tree.unlock(older)
