@@ -25,6 +25,9 @@ bench: .venv/dev
 	$(BIN)/python -m minserve bench serve --against transformers
 	$(BIN)/python -m minserve bench decode --against transformers
 	$(BIN)/python -m minserve bench engine
+	$(BIN)/python -m minserve bench prefix
+	$(BIN)/python -m minserve bench tree
+	$(BIN)/python -m minserve bench delta
 
 race: .venv/base
 	$(BIN)/python -m minserve race

@@ -39,8 +39,8 @@ class EngineConfig:
         prefix_cache: whether requests with the same beginning and the same SamplingParams.cache_salt share it.
         snapshot_every: tokens between two states of a request that are kept for others to start from; slices of a
             prompt end there.
-        share_reads_from: rows that begin with the same pages read them once, together, where that saves so many positions
-            in a step; below, the second pass costs more than it saves.
+        share_reads_from: rows that begin with the same pages read these once, together, where that saves so many
+            positions in a step; below, the second pass costs more than it saves.
         policy: who is let in next: "fcfs", the first; "priority", the one with the highest SamplingParams.priority; or
             "longest_prefix", the one that can reuse the most tokens.
         seed: requests that bring no seed draw theirs from this one.

@@ -30,7 +30,7 @@ class Parts:
         plan: chooses the slices of a step (exercise 3.4); None takes the library's batcher.
         paged_attention: attends for one row (exercise 4.5); None takes the library's.
         radix_tree: makes the tree of shared prefixes from an allocator and a page size (exercise 5.3).
-        state_pool: makes the pool of num_slots state slots (exercise 6.2).
+        state_pool: makes the pool of num_slots state slots.
         gated_delta: runs the delta rule on the tokens of one row (exercise 6.5); None takes the library's.
         match_hybrid: chooses how many tokens are reused (exercise 7.1); see `minserve.hybrid.reuse.match_hybrid`.
     """

@@ -1,7 +1,8 @@
 """`minserve bench engine`: what a step costs without the model.
 
 Queues, pages, states, packing, stops and the log: everything that runs in Python beside the model. It has to be small
-against the model's own step, and must not grow with the pool.
+against the model's own step, and must not grow with the pool. Prompts have nothing in common: the prefix cache costs
+what it costs, and saves nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tqdm import tqdm
 
 from minserve.clock import RealClock
 from minserve.engine import Engine
-from minserve.engine_config import EngineConfig
+from minserve.engine_config import MOST_STATES, EngineConfig
 from minserve.errors import InvalidValue
 from minserve.events import EventLog
 from minserve.llm import shipped_checkpoint
@@ -34,7 +35,8 @@ class BookkeepingResult:
     """The book-keeping of a decode step, medians over steps and rounds.
 
     Fields:
-        num_pages, pages_held: in the pool, and of these in page tables at the end.
+        num_pages, pages_held: in the pool, and of these in use at the end.
+        prefix_cache: whether what was computed is kept for others.
         num_running: decode rows of each step.
         context_tokens: of each request at the end.
         step_ms: the whole step.
@@ -44,6 +46,7 @@ class BookkeepingResult:
 
     num_pages: int
     pages_held: int
+    prefix_cache: bool
     num_running: int
     context_tokens: int
     step_ms: float
@@ -63,34 +66,37 @@ def bench_bookkeeping(
     Arguments:
         path: a checkpoint folder whose config and tokenizer are taken; None takes the shipped model's.
         num_requests: how many run, all of them in every step.
-        pools: (pages in the pool, prompt tokens of each request); each is a result.
+        pools: (pages in the pool, prompt tokens of each request, at least 2); each is two results, with the prefix
+            cache and without.
         num_steps: decode steps timed per round, at least 1.
-        rounds: each pool is run once per round, in turn.
+        rounds: each of them is run once per round, in turn.
     Errors: InvalidValue where not all requests fit into a pool.
     """
     for name, value in (("num_requests", num_requests), ("num_steps", num_steps), ("rounds", rounds)):
         if value < 1:
             raise InvalidValue(name, value, "at least 1")
     folder = Path(path) if path else shipped_checkpoint()
-    times_ms, held = {pool: [] for pool in pools}, {}
-    for pool in tqdm(list(times_ms) * rounds, desc="bench", leave=False):
-        engine = _decoding(folder, num_requests, *pool, num_steps)
-        times_ms[pool] += _timed(engine, num_steps)
-        held[pool] = pool[0] - engine.cache.allocator.num_free
+    times_ms, held = {(*pool, is_on): [] for pool in pools for is_on in (True, False)}, {}
+    for case in tqdm(list(times_ms) * rounds, desc="bench", leave=False):
+        engine = _decoding(folder, num_requests, *case, num_steps)
+        times_ms[case] += _timed(engine, num_steps)
+        held[case] = engine.sizes.num_pages - engine.cache.num_takeable
     results = []
-    for pool, measured in times_ms.items():
-        num_pages, prompt_tokens = pool
+    for (num_pages, prompt_tokens, is_on), measured in times_ms.items():
         medians = (statistics.median(column) for column in zip(*measured, strict=True))
-        results.append(BookkeepingResult(num_pages, held[pool], num_requests, prompt_tokens + num_steps, *medians))
+        counts = (num_pages, held[num_pages, prompt_tokens, is_on], is_on, num_requests, prompt_tokens + num_steps)
+        results.append(BookkeepingResult(*counts, *medians))
     return results
 
 
-def _decoding(folder: Path, num_requests: int, num_pages: int, prompt_tokens: int, num_steps: int) -> Engine:
+def _decoding(
+    folder: Path, num_requests: int, num_pages: int, prompt_tokens: int, prefix_cache: bool, num_steps: int
+) -> Engine:
     """An engine whose requests all have their prompts computed, and more tokens to come than will be timed."""
     params = SamplingParams(max_tokens=num_steps + 2, ignore_eos=True, stop="\n\n", seed=0)
     config = EngineConfig(
-        num_pages=num_pages, num_states=num_requests, max_running=num_requests,
-        batch_tokens=num_requests * prompt_tokens,
+        num_pages=num_pages, num_states=MOST_STATES * num_requests, max_running=num_requests,
+        batch_tokens=num_requests * prompt_tokens, prefix_cache=prefix_cache,
     )  # fmt: skip
     engine = Engine(None, read_config(folder), config, EventLog(RealClock()), load_tokenizer(folder).incremental)
     pages_needed = engine.cache.pages_needed
@@ -99,9 +105,13 @@ def _decoding(folder: Path, num_requests: int, num_pages: int, prompt_tokens: in
     if needed > num_pages:
         limit = f"at least {needed}, for {num_requests} requests of {prompt_tokens + params.max_tokens} tokens"
         raise InvalidValue("num_pages", num_pages, limit, "pools or num_requests")
-    for number in range(num_requests):
-        engine.add(Request(number, (0,) * prompt_tokens, params))
-    engine.step()
+    requests = [
+        Request(i, (*divmod(i, 256), *[0] * prompt_tokens)[:prompt_tokens], params) for i in range(num_requests)
+    ]
+    for request in requests:
+        engine.add(request)
+    while not all(request.output_ids for request in requests):  # a long prompt's slices end where states are kept
+        engine.step()
     return engine
 
 
@@ -120,11 +130,11 @@ def table(results: Sequence[BookkeepingResult]) -> str:
     """The results as lines of text."""
     lines = [
         f"a decode step of {results[0].num_running} requests without the model, median",
-        f"{'pages':>9} {'held':>8} {'context':>8}  {'ms/step':>8} {'before':>8} {'after':>8}",
+        f"{'pages':>9} {'held':>8} {'context':>8} {'prefixes':>9}  {'ms/step':>8} {'before':>8} {'after':>8}",
     ]
     for r in results:
         lines.append(
-            f"{r.num_pages:9,} {r.pages_held:8,} {r.context_tokens:8,}  "
+            f"{r.num_pages:9,} {r.pages_held:8,} {r.context_tokens:8,} {'kept' if r.prefix_cache else '-':>9}  "
             f"{r.step_ms:8.2f} {r.before_ms:8.2f} {r.after_ms:8.2f}"
         )
     lines.append("before: plan, pages, states, packing, slices; after: tokens, commit, stops, text")

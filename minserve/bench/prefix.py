@@ -81,7 +81,7 @@ def chat(llm: LLM, params: SamplingParams) -> list[tuple[list[int], Output]]:
 
 
 LOADS: MappingProxyType[str, Load] = MappingProxyType({"few-shot": few_shot, "chat": chat})
-WAYS = MappingProxyType({"without": {"prefix_cache": False}, "with": {}})
+WAYS = MappingProxyType({"without": False, "with": True})  # EngineConfig.prefix_cache
 
 
 def bench_prefix(path: str | Path | None = None, rounds: int = 3, max_tokens: int = 32) -> list[PrefixResult]:
@@ -105,7 +105,7 @@ def bench_prefix(path: str | Path | None = None, rounds: int = 3, max_tokens: in
 
 def _serve(path: str | Path | None, load: str, way: str, max_tokens: int) -> PrefixResult:
     """Serve a load once, by an engine that has served nothing yet."""
-    llm = LLM(path, config=EngineConfig(**WAYS[way]))
+    llm = LLM(path, config=EngineConfig(prefix_cache=WAYS[way]))
     params = SamplingParams(max_tokens=max_tokens, temperature=0.8, top_p=0.9, seed=0, ignore_eos=True)
     start_s = llm.log.clock.now()
     served = LOADS[load](llm, params)

@@ -139,7 +139,7 @@ class HybridCache:
         The child's counts are the caller's to move afterwards. Changes: this cache; or nothing, and then False.
         """
         table = self.tables[request.id]
-        if request.num_computed % self.page_size and not self.allocator.num_free:
+        if request.num_computed % self.page_size and not self.allocator.num_free and self.num_takeable:
             self.prefixes.evict(1)
         forked = table.fork(request.num_computed)
         if forked is None:

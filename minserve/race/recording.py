@@ -112,7 +112,8 @@ def run_race(
     # Just the pages that all of them need, and the one in hand that letting somebody in takes: a map full of life.
     needed = [pages_needed(len(prompt_ids) + n, page_size) for prompt_ids, n in zip(ids, lengths, strict=True)]
     num_pages = sum(needed) + len(prompts)
-    config = EngineConfig(dtype=dtype, num_pages=num_pages, page_size=page_size)
+    # No two of them begin alike; and a page that is kept for others would look free here.
+    config = EngineConfig(dtype=dtype, num_pages=num_pages, page_size=page_size, prefix_cache=False)
     model = HybridLM.from_checkpoint(folder, getattr(torch, dtype))
     params = [SamplingParams(n, temperature=0.8, top_p=0.95, seed=seed + i) for i, n in enumerate(lengths)]
     for prompt_ids, wanted in zip(ids, params, strict=True):

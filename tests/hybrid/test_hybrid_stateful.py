@@ -171,6 +171,8 @@ class CacheModel(RuleBasedStateMachine):
             return
         if request.id not in self.cache.slot_of:
             return
+        if self.cache.prefixes.enabled and self.cache.prefixes._node_of[request.id].stop != request.num_computed:
+            return  # requests fork where they have just published
         child = ask(self.num_asked, request.prompt_ids, request.params.max_tokens, request.params.cache_salt)
         self.num_asked, before = self.num_asked + 1, self.held()
         if self.cache.fork(request, child):

@@ -248,12 +248,13 @@ def test_decode_reports_a_ratio_against_its_peer(small_folder, capsys):
 
 def test_the_engine_without_a_model_keeps_its_books(small_folder, capsys):
     results = bench_bookkeeping(small_folder, 3, pools=((12, 4), (500, 4), (500, 100)), num_steps=30, rounds=1)
-    assert [(r.num_pages, r.pages_held, r.context_tokens) for r in results] == [
-        (12, 3 * 3, 34), (500, 3 * 3, 34), (500, 3 * 9, 130)]  # fmt: skip
+    assert [(r.num_pages, r.pages_held, r.context_tokens, r.prefix_cache) for r in results] == [
+        (*counts, is_on) for counts in ((12, 3 * 3, 34), (500, 3 * 3, 34), (500, 3 * 9, 130)) for is_on in (True, False)
+    ]
     assert all(r.num_running == 3 and 0 < r.before_ms < r.step_ms and r.after_ms > 0 for r in results)
     with pytest.raises(InvalidValue, match="num_pages is 8; it must be at least 9, for 3 requests"):
         bench_bookkeeping(small_folder, 3, pools=((8, 4),), num_steps=30)
     assert main(["bench", "engine", "--requests", "2", "--rounds", "1"]) == 0
     out = capsys.readouterr().out
-    assert "a decode step of 2 requests" in out and out.count("100,000") == 2
+    assert "a decode step of 2 requests" in out and out.count("100,000") == 4 and out.count("kept") == 4
     assert main(["bench", "engine", "--against", "transformers"]) == 2

@@ -27,7 +27,7 @@ def solved(chapter, name):
 def serve(folder, parts=None, config=CONFIG, prompts=PROMPTS):
     llm = LLM(folder, config=config, parts=parts)
     outputs = llm.generate(prompts, PARAMS)
-    assert not llm.engine.has_work and llm.engine.cache.allocator.num_free == config.num_pages
+    assert not llm.engine.has_work and llm.engine.cache.num_takeable == config.num_pages
     return [output.token_ids for output in outputs], llm
 
 

@@ -79,7 +79,7 @@ WRONG = {
           "len({page for node in self.nodes() if not node.children for page in node.pages} | locked)"}),
     ],
     "5.4": [
-        ("plain_mean", "the two parts seldom stand for the same weight: that is what lse says",
+        ("mean_of_prefix_and_tail", "the two parts seldom stand for the same weight: that is what lse says",
          {"torch.exp(shared_lse - lse)[..., None] * shared_out": "0.5 * shared_out",
           "torch.exp(own_lse - lse)[..., None] * own_out": "0.5 * own_out"}),
         ("lse_swapped", "each part is weighed by its own lse",
@@ -94,7 +94,7 @@ WRONG = {
          {"    return out, lse": "    return own_out, own_lse"}),
         ("weights_not_normalised", "e^lse of both parts together is what their weights are shares of",
          {"torch.exp(shared_lse - lse)": "torch.exp(shared_lse)", "torch.exp(own_lse - lse)": "torch.exp(own_lse)"}),
-        ("lse_added", "the sums of e^score add up, not their logarithms",
+        ("lse_of_prefix_and_tail_added", "the sums of e^score add up, not their logarithms",
          {"torch.logaddexp(shared_lse, own_lse)": "shared_lse + own_lse"}),
         ("prefix_scores_not_scaled", "scores are scaled by dim ** -0.5", {" * q.shape[-1] ** -0.5": ""}),
         ("prefix_kv_heads_in_turn", "neighbouring heads share a KV head: 0 0 1 1, not 0 1 0 1",
@@ -138,13 +138,13 @@ WRONG = {
          {"math.ceil((first - later) / (allowed - later) - 1e-9)": "int((first - later) / (allowed - later))"}),
     ],
     "5.7": [
-        ("oldest_first", "least recently used: a document that is read once drives out three chats",
+        ("oldest_victim", "least recently used: a document that is read once drives out three chats",
          {"leaves[i][0] * leaves[i][3]": "leaves[i][3]"}),
         ("largest_first", "a long answer of a chat that is going on goes before a short one that has ended",
          {"leaves[i][0] * leaves[i][3]": "leaves[i][0]"}),
         ("least_used_first", "a leaf is new, so nearly all were used once",
          {"leaves[i][0] * leaves[i][3]": "-leaves[i][2]"}),
-        ("newest_first", "what came last is what comes back soonest",
+        ("newest_victim", "what came last is what comes back soonest",
          {"leaves[i][0] * leaves[i][3]": "-leaves[i][3]"}),
     ],
 }  # fmt: skip
