@@ -162,8 +162,9 @@ def run_bench(args: argparse.Namespace) -> int:
         if args.threads < 1:
             raise InvalidValue("--threads", args.threads, "at least 1")
         torch.set_num_threads(args.threads)
-    own = {"serve": _bench_serve, "decode": _bench_decode, "engine": _bench_engine, "prefix": _bench_prefix}
-    print(own.get(args.what, _bench_part)(args))
+    benches = {"serve": _bench_serve, "decode": _bench_decode, "engine": _bench_engine, "prefix": _bench_prefix,
+               "tree": _bench_tree, "delta": _bench_delta}  # fmt: skip
+    print(benches[args.what](args))
     return 0
 
 
@@ -222,15 +223,22 @@ def _bench_prefix(args: argparse.Namespace) -> str:
     return prefix.to_json(results) if args.json else prefix.table(results)
 
 
-def _bench_part(args: argparse.Namespace) -> str:
-    """A part by itself: the tree, or the delta rule."""
-    from minserve.bench import delta, tree
+def _bench_tree(args: argparse.Namespace) -> str:
+    """The tree of the prefix cache, by itself."""
+    from minserve.bench import tree
 
     if args.model is not None:
-        raise InvalidValue("--model", args.model, f"left out of bench {args.what}")
-    bench = {"tree": tree, "delta": delta}[args.what]
-    results = bench.measure(**_given(rounds=args.rounds))
-    return bench.to_json(results) if args.json else bench.table(results)
+        raise InvalidValue("--model", args.model, "left out of bench tree")
+    results = tree.bench_tree(**_given(rounds=args.rounds))
+    return tree.to_json(results) if args.json else tree.table(results)
+
+
+def _bench_delta(args: argparse.Namespace) -> str:
+    """The delta rule of one layer, in chunks and token by token."""
+    from minserve.bench import delta
+
+    results = delta.bench_delta(args.model, **_given(rounds=args.rounds))
+    return delta.to_json(results) if args.json else delta.table(results)
 
 
 def run_train(args: argparse.Namespace) -> int:

@@ -212,7 +212,9 @@ class Batcher:
     def _plan_running(self, request: Asked, phase: Phase, budget: int, room: Room, plan: Plan) -> int:
         """Plan a running request's slice, making room if need be; the budget that this costs. Changes: as `plan`."""
         start = request.num_computed
-        stop, refund = room.stop_at(request, min(request.num_committed, start + budget)), 0
+        stop, refund = min(request.num_committed, start + budget), 0
+        if stop > start + 1:  # one token is a slice wherever it ends
+            stop = room.stop_at(request, stop)
         while not room.grow(request, stop):
             victim = self._victim()
             if victim is request:  # nobody came later: wait for those who came before, or give up

@@ -105,9 +105,8 @@ def _decoding(
     if needed > num_pages:
         limit = f"at least {needed}, for {num_requests} requests of {prompt_tokens + params.max_tokens} tokens"
         raise InvalidValue("num_pages", num_pages, limit, "pools or num_requests")
-    requests = [
-        Request(i, (*divmod(i, 256), *[0] * prompt_tokens)[:prompt_tokens], params) for i in range(num_requests)
-    ]
+    prompts = [(*divmod(number, 256), *[0] * prompt_tokens)[:prompt_tokens] for number in range(num_requests)]
+    requests = [Request(number, prompt, params) for number, prompt in enumerate(prompts)]
     for request in requests:
         engine.add(request)
     while not all(request.output_ids for request in requests):  # a long prompt's slices end where states are kept

@@ -36,10 +36,10 @@ def contenders(folder: Path, config: EngineConfig, batch_size: int, against: str
     """The ways of serving a checkpoint, by name.
 
     `naive` is the plain loop, one request after the other. `static` runs static batches, one after the other.
-    `continuous` is the engine, its prefix cache empty at first. A peer runs static batches of the same size. Each takes fresh requests, which all arrive
-    at once, in order, and returns its log, whose clock starts with them. The loop and the static batch make their
-    memory as they need it; the engine has its pools before. naive and continuous turn tokens into text as they go,
-    static and the peer do not.
+    `continuous` is the engine, with nothing in its prefix cache at first. A peer runs static batches of the same size.
+    Each takes fresh requests, which all arrive at once, in order, and returns its log, whose clock starts with them.
+    The loop and the static batch make their memory as they need it; the engine has its pools before. naive and
+    continuous turn tokens into text as they go, static and the peer do not.
 
     Arguments:
         folder: the checkpoint.

@@ -139,7 +139,7 @@ class Grove:
         return [*times, edges / num, (tree.heap_operations - heap_operations) / num]
 
 
-def measure(
+def bench_tree(
     num_nodes: Sequence[int] = NUM_NODES,
     match_tokens: Sequence[int] = MATCH_TOKENS,
     rounds: int = 5,

@@ -88,8 +88,9 @@ class Prefixes:
             common = self._num_common(request, other) if namespace == self._namespace(request) else 0
             if common < self._page_size + max(hit.num_tokens, other.num_computed):
                 continue
-            if self.snapshots is not None:
-                self._branches_of.setdefault(other.id, set()).add(common)
+            branches = self._branches_of.setdefault(other.id, set())
+            if len(branches) < MOST_BRANCHES:
+                branches.add(common)
             self._waited[request.id] = waited + 1
             return True
         return False

@@ -109,6 +109,9 @@ class PlayedCache:
             assert self.read(cache.tables[request.id].pages, len(tokens)) == tokens
             if self.sizes.state_bytes:
                 assert self.slots[cache.state_of(request)] == tuple(tokens)
+        locked = {page for node in cache.tree.nodes() if node.num_locks for page in node.pages}
+        loose = {page for node in cache.tree.nodes() for page in node.pages} - locked
+        assert not loose & {page for table in cache.tables.values() for page in table.pages}, "counted as takeable"
         for node in cache.tree.nodes():
             path = path_tokens(node)
             assert self.read(cache.tree.pages(node), node.stop) == path

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from minserve.bench.tree import measure, table, to_json
+from minserve.bench.tree import bench_tree, table, to_json
 from minserve.errors import InvalidValue
 
 
 def test_the_counted_work_is_that_of_the_match_and_does_not_grow_with_the_tree():
-    results = measure(num_nodes=(200, 1_000, 4_000), match_tokens=(64, 32, 128), rounds=2, num_operations=50)
+    results = bench_tree(num_nodes=(200, 1_000, 4_000), match_tokens=(64, 32, 128), rounds=2, num_operations=50)
     assert [(r.num_nodes, r.match_tokens) for r in results] == [
         (200, 64), (1_000, 64), (4_000, 64), (200, 32), (200, 128)]  # fmt: skip
     for result in results:
@@ -31,4 +31,4 @@ def test_the_counted_work_is_that_of_the_match_and_does_not_grow_with_the_tree()
 def test_sizes_that_cannot_be_built_are_refused(wrong):
     (field,) = wrong
     with pytest.raises(InvalidValue, match=field):
-        measure(**{"num_nodes": (100,), "match_tokens": (32,), "rounds": 1, "num_operations": 10, **wrong})
+        bench_tree(**{"num_nodes": (100,), "match_tokens": (32,), "rounds": 1, "num_operations": 10, **wrong})

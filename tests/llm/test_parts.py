@@ -37,12 +37,17 @@ def serve(folder, parts=None, config=CONFIG, prompts=PROMPTS):
         ("page_allocator", "ch04_paging", "PageAllocator"),
         ("paged_attention", "ch04_paging", "paged_attention"),
         ("plan", "ch03_batching", "plan"),
+        ("radix_tree", "ch05_radix", "RadixTree"),
+        ("state_pool", "ch06_deltanet", "StatePool"),
+        ("match_hybrid", "ch07_hybrid", "match_hybrid"),
     ],
 )
 def test_a_solved_exercise_serves_a_batch_with_the_librarys_tokens(small_folder, field, chapter, name):
-    wanted, _ = serve(small_folder)
-    found, _ = serve(small_folder, Parts(**{field: solved(chapter, name)}))
-    assert found == wanted
+    prompts = [*PROMPTS, *PROMPTS, "class A:" * 4 + "pass"]  # some begin alike
+    wanted, library = serve(small_folder, prompts=prompts)
+    found, mine = serve(small_folder, Parts(**{field: solved(chapter, name)}), prompts=prompts)
+    cached = [sum(e.data["cached_tokens"] for e in llm.log if e.kind is EventKind.ADMITTED) for llm in (library, mine)]
+    assert found == wanted and min(cached) > 0
 
 
 def test_a_readers_plan_leaves_making_room_to_the_library(small_folder):
@@ -77,6 +82,7 @@ def test_a_plan_that_fails_half_way_takes_nothing(small_folder):
         llm.generate(["def area(", "xyz"], PARAMS)
     llm.engine.check()
     assert not llm.engine.has_work and llm.engine.cache.states.num_free == llm.engine.cache.states.num_slots
+    assert llm.engine.cache.allocator.num_free == CONFIG.num_pages and llm.engine.cache.tree.num_protected == 0
 
 
 def test_a_plan_may_refuse_a_request(small_folder):
