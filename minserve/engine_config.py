@@ -37,8 +37,7 @@ class EngineConfig:
             into half of `cache_bytes`. No more requests run than there are slots, and they go before snapshots.
         cache_bytes: memory for pages and states together; of no effect where both numbers are given.
         prefix_cache: whether requests with the same beginning and the same SamplingParams.cache_salt share it.
-        snapshot_every: tokens between two states of a request that are kept for others to start from; slices of a
-            prompt end there.
+        snapshot_every: tokens between two states of a request that are kept for others to start from.
         share_reads_from: rows that begin with the same pages read these once, together, where that saves so many
             positions in a step; below, the second pass costs more than it saves.
         policy: who is let in next: "fcfs", the first; "priority", the one with the highest SamplingParams.priority; or

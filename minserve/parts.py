@@ -29,7 +29,8 @@ class Parts:
         page_allocator: makes the allocator of a pool of num_pages pages (exercise 4.2).
         plan: chooses the slices of a step (exercise 3.4); None takes the library's batcher.
         paged_attention: attends for one row (exercise 4.5); None takes the library's.
-        radix_tree: makes the tree of shared prefixes from an allocator and a page size (exercise 5.3).
+        radix_tree: makes the tree of shared prefixes from an allocator and a page size: a `PrefixTree` with lock,
+            unlock, evict and num_evictable (exercise 5.3).
         state_pool: makes the pool of num_slots state slots.
         gated_delta: runs the delta rule on the tokens of one row (exercise 6.5); None takes the library's.
         match_hybrid: chooses how many tokens are reused (exercise 7.1); see `minserve.hybrid.reuse.match_hybrid`.
@@ -109,7 +110,7 @@ class PlannedBatcher(Batcher):
 
     Arguments:
         choose: (running, waiting, batch_tokens, max_running, free_pages, page_size) -> (id, start, stop, phase) of each
-            slice; the phase "refused" ends a request that could never run.
+            slice. One with the phase "refused" waits: the engine has turned away whoever could never run.
         batch_tokens, max_running, policy: as for `Batcher`.
     """
 
@@ -122,30 +123,28 @@ class PlannedBatcher(Batcher):
         running = [self._standing(request, phase, room) for request, phase in self.running.values()]
         waiting = [self._standing(request, Phase.PREFILL, room) for request in self.waiting]
         limits = (self.batch_tokens, self.max_running, room.free_pages, room.page_size)
-        chosen = self._choose(running, waiting, *limits)
+        chosen = [entry for entry in self._choose(running, waiting, *limits) if entry[-1] != "refused"]
         decoding = {request.id for request, phase in self.running.values() if phase is Phase.DECODE}
         names, spent = [request_id for request_id, *_ in chosen], sum(stop - start for _, start, stop, _ in chosen)
-        if self.running and not chosen or (decoding - set(names) and spent < self.batch_tokens):
+        if not chosen or (decoding - set(names) and spent < self.batch_tokens):
             return super().plan(room)
         if len(set(names)) < len(names):
             raise BatcherError(f"plan names a request twice: {names}")
         if spent > self.batch_tokens:
             raise BatcherError(f"plan has {spent} tokens in all; batch_tokens is {self.batch_tokens}")
         plan, is_full = Plan(), False
-        for request_id, start, stop, phase in chosen:
+        for request_id, start, stop, _ in chosen:
             request = self._find(request_id)
-            if phase != "refused" and not request.num_computed == start < stop <= request.num_committed:
+            if not request.num_computed == start < stop <= request.num_committed:
                 said = f"from {request.num_computed} to {request.num_committed} at most"
                 raise BatcherError(f"plan has tokens {start} to {stop} of request {request_id!r}; it may have {said}")
-        for request_id, start, stop, phase in chosen:
+        for request_id, start, stop, _ in chosen:
             request = self._find(request_id)
-            if phase == "refused":
-                plan.stuck.append(request)
-                continue
             is_full = is_full or not self._is_in(request, room, plan)
             if request_id not in self.running:
                 continue
-            start, stop = request.num_computed, room.stop_at(request, stop)  # it may have found tokens in the cache
+            # It may have found tokens in the cache: then it runs as many as it was given, from there on.
+            start, stop = request.num_computed, min(request.num_committed, request.num_computed + stop - start)
             if not room.grow(request, stop):
                 raise BatcherError(f"plan has request {request_id!r} run to {stop}, and there are no pages for that")
             plan.slices.append(Slice(request, start, stop, self.running[request_id][1]))

@@ -26,6 +26,7 @@ CHECKED = [  # kernels are none of them: Triton wants a function as it is writte
     "minserve.paging.paged_attention",
     "minserve.radix.shared_prefix_attention",
     "minserve.sampling",
+    "minserve.speculation.verify",
 ]
 
 if find_spec("beartype"):

@@ -68,9 +68,6 @@ class Room(Protocol):
     def admit(self, request: Asked, spare_pages: int) -> Entry:
         """Let a request in if all its tokens and one more fit beside `spare_pages` others; cached ones are computed."""
 
-    def stop_at(self, request: Asked, stop: int) -> int:
-        """Where a slice up to `stop` has to end at the latest."""
-
     def grow(self, request: Asked, stop: int) -> bool:
         """Take pages for the tokens up to stop, or nothing."""
 
@@ -213,8 +210,6 @@ class Batcher:
         """Plan a running request's slice, making room if need be; the budget that this costs. Changes: as `plan`."""
         start = request.num_computed
         stop, refund = min(request.num_committed, start + budget), 0
-        if stop > start + 1:  # one token is a slice wherever it ends
-            stop = room.stop_at(request, stop)
         while not room.grow(request, stop):
             victim = self._victim()
             if victim is request:  # nobody came later: wait for those who came before, or give up
@@ -242,6 +237,8 @@ class Batcher:
 
     def _admit(self, budget: int, room: Room, plan: Plan) -> None:
         """Let waiting requests in, in order; where the next does not fit, nobody overtakes it. Changes: as `plan`."""
+        if not budget or len(self.running) >= self.max_running:
+            return
         # Those let in keep what they need to be read to the end, and one page each for the tokens to come.
         spare = sum(room.missing(request, request.num_committed + 1) for request, _ in self.running.values())
         spare += len(self.running)
@@ -255,7 +252,7 @@ class Batcher:
                 continue
             self._let_in(request, plan)
             start = request.num_computed
-            stop = room.stop_at(request, min(request.num_committed, start + budget))
+            stop = min(request.num_committed, start + budget)
             if not room.grow(request, stop):
                 raise BatcherError(f"request {request.id!r} was let in, and its first pages are not there")
             plan.slices.append(Slice(request, start, stop, Phase.PREFILL))

@@ -1,7 +1,8 @@
 """`minserve bench prefix`: what requests with the same beginning save, with the prefix cache and without.
 
-Two loads. Few-shot: many requests at once, one long beginning, a short question each. Chat: sessions in step with one
-another, one system prompt, and every turn sends all that was said before it, the model's own answers included.
+Few-shot: many requests at once, one long beginning, a short question each. Chat: sessions in step with one another, one
+system prompt, and every turn sends all that was said before it, the model's own answers included. Unlike: prompts that
+have nothing in common, for which a cache can only cost.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from minserve.tuning.workload import standard_library_text
 
 NUM_SHOTS, SHOT_TOKENS, QUESTION_CHARS = 64, 400, 24
 NUM_SESSIONS, NUM_TURNS, USER_CHARS = 8, 6, 60
+NUM_UNLIKE, UNLIKE_TOKENS = 16, (32, 2048)  # lengths from the first to the second, evenly by octave
 Load = Callable[[LLM, SamplingParams], list[tuple[list[int], Output]]]
 
 
@@ -80,12 +82,19 @@ def chat(llm: LLM, params: SamplingParams) -> list[tuple[list[int], Output]]:
     return served
 
 
-LOADS: MappingProxyType[str, Load] = MappingProxyType({"few-shot": few_shot, "chat": chat})
+def unlike(llm: LLM, params: SamplingParams) -> list[tuple[list[int], Output]]:
+    """Serve prompts that have nothing in common, one after the other; each prompt with its output."""
+    lengths = np.geomspace(*UNLIKE_TOKENS, NUM_UNLIKE).astype(int)
+    prompts = [np.random.default_rng(i).integers(32, 127, size).tolist() for i, size in enumerate(lengths)]
+    return [(prompt, llm.generate([prompt], params)[0]) for prompt in prompts]
+
+
+LOADS: MappingProxyType[str, Load] = MappingProxyType({"few-shot": few_shot, "chat": chat, "unlike": unlike})
 WAYS = MappingProxyType({"without": False, "with": True})  # EngineConfig.prefix_cache
 
 
 def bench_prefix(path: str | Path | None = None, rounds: int = 3, max_tokens: int = 32) -> list[PrefixResult]:
-    """Serve both loads with the prefix cache and without, in turn.
+    """Serve the loads with the prefix cache and without, in turn.
 
     Arguments:
         path: a checkpoint folder; None takes the shipped model's.

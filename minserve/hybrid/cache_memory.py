@@ -6,6 +6,7 @@ per row serve the whole model. A step reads slots and writes others, and appends
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +20,35 @@ from minserve.model.implementations import Implementation
 
 
 @dataclass(frozen=True)
+class RowParts:
+    """The parts of some rows that the DeltaNet layers run together, so that the states after them can be kept.
+
+    Fields: `rows` which; `tokens` where in the packing their tokens are; `row_starts` where each part begins in these,
+    and the end; `state_write` the slot of the state after each.
+    """
+
+    rows: Int[Tensor, " part_rows"]
+    tokens: Int[Tensor, " part_tokens"]
+    row_starts: Int[Tensor, " part_rows_plus_1"]
+    state_write: Int[Tensor, " part_rows"]
+
+
+@dataclass(frozen=True)
+class SharedPages:
+    """Rows whose tables begin with the same pages: `rows` which, in order; `num_pages` how many."""
+
+    rows: Int[Tensor, " sharing_rows"]
+    num_pages: int
+
+
+@dataclass(frozen=True)
 class Places:
     """Where the rows of a step keep what they remember.
 
     Fields: `page_tables` the pages of each row, -1 beyond its last; `context_lens` its tokens after this step;
     `state_read` the slot that it continues from, -1 at its beginning; `state_write` the slot that gets its new state;
-    `slots` where in the pages each packed token goes; `num_shared_pages` how many first pages are the same in all rows.
+    `slots` where in the pages each packed token goes; `shared` which rows begin with the same pages;
+    `parts` what the DeltaNet layers run one after the other, where states inside rows are to be kept; else nothing.
     """
 
     page_tables: Int[Tensor, "rows max_pages"]
@@ -32,7 +56,8 @@ class Places:
     state_read: Int[Tensor, " rows"]
     state_write: Int[Tensor, " rows"]
     slots: Int[Tensor, " tokens"]
-    num_shared_pages: int = 0
+    shared: SharedPages | None = None
+    parts: tuple[RowParts, ...] = ()
 
 
 class CacheMemory:
@@ -89,8 +114,7 @@ class StepMemory:
         self._pools, self._row_starts, self._places = memory, row_starts, places
         self._run = memory.implementation
         self._read = places.state_read.clamp(min=0)
-        saved = (len(places.context_lens) - 1) * places.num_shared_pages * memory.page_size
-        self._shares = saved >= memory.share_reads_from
+        self._groups = self._group_rows(memory)
         self._begins = (places.state_read == EMPTY).nonzero().flatten()
 
     def attend(
@@ -104,19 +128,40 @@ class StepMemory:
         k_pages, v_pages, places = self._pools.k_pages[layer], self._pools.v_pages[layer], self._places
         self._run.write_pages(k, v, k_pages, v_pages, places.slots)
         rows = (places.page_tables, self._row_starts, places.context_lens)
-        if self._shares:
-            shared = places.num_shared_pages
-            return self._run.shared_prefix_attention(q, k_pages, v_pages, *rows, shared, self._run.paged_attention)[0]
-        return self._run.paged_attention(q, k_pages, v_pages, *rows)[0]
+        if self._groups is None:
+            return self._run.paged_attention(q, k_pages, v_pages, *rows)[0]
+        (together, sharing), (apart, others) = self._groups
+        out = torch.empty_like(q)
+        out[together] = self._run.shared_prefix_attention(
+            q[together], k_pages, v_pages, *sharing, places.shared.num_pages, self._run.paged_attention
+        )[0]
+        if len(apart):
+            out[apart] = self._run.paged_attention(q[apart], k_pages, v_pages, *others)[0]
+        return out
+
+    def _group_rows(self, memory: CacheMemory) -> tuple | None:
+        """Those who read shared pages together, and the others: for each, where their tokens are, and their rows.
+
+        None where reading together would not save enough.
+        """
+        shared, lens = self._places.shared, self._places.context_lens
+        if shared is None or (len(shared.rows) - 1) * shared.num_pages * memory.page_size < memory.share_reads_from:
+            return None
+        counts = self._row_starts.diff()
+        is_sharing = torch.zeros(len(lens), dtype=torch.bool, device=lens.device).index_fill(0, shared.rows, True)
+        groups = []
+        for chosen in (is_sharing, ~is_sharing):
+            tokens = chosen.repeat_interleave(counts).nonzero().flatten()
+            starts = torch.cat([counts.new_zeros(1), counts[chosen].cumsum(0)])
+            groups.append((tokens, (self._places.page_tables[chosen], starts, lens[chosen])))
+        return tuple(groups)
 
     def convolve(
         self, layer: int, x: Float[Tensor, "tokens channels"], weight: Float[Tensor, "channels kernel"]
     ) -> Float[Tensor, "tokens channels"]:
         """Convolve each row on from its tail. Changes: this layer's written slots."""
         tails = self._pools.tails[layer]
-        out, new_tails = self._run.conv_tail_ragged(x, weight, self._of_rows(tails), self._row_starts)
-        tails.index_copy_(0, self._places.state_write, new_tails)
-        return out
+        return self._run_rows(lambda tail, starts, x: self._run.conv_tail_ragged(x, weight, tail, starts), tails, x)
 
     def recur(
         self,
@@ -129,9 +174,27 @@ class StepMemory:
     ) -> Float[Tensor, "tokens value_heads value_dim"]:
         """Run the gated delta rule on each row from its state. Changes: this layer's written slots."""
         states = self._pools.states[layer]
-        out, new = self._run.gated_delta_ragged(q, k, v, g, beta, self._of_rows(states), self._row_starts)
-        states.index_copy_(0, self._places.state_write, new)
-        return out
+
+        def run(state: Tensor, row_starts: Tensor, *tokens: Tensor) -> tuple[Tensor, Tensor]:
+            return self._run.gated_delta_ragged(*tokens, state, row_starts)
+
+        return self._run_rows(run, states, q, k, v, g, beta)
+
+    def _run_rows(self, run: Callable, pool: Float[Tensor, "slots ..."], *tokens: Tensor) -> Tensor:
+        """Run every row from its state, in parts where the states between them are kept. Changes: the pool's slots."""
+        before = self._of_rows(pool)
+        if not self._places.parts:
+            out, new = run(before, self._row_starts, *tokens)
+            pool.index_copy_(0, self._places.state_write, new)
+            return out
+        outs = []
+        for part in self._places.parts:
+            out, new = run(before[part.rows], part.row_starts, *(x[part.tokens] for x in tokens))
+            before.index_copy_(0, part.rows, new)
+            pool.index_copy_(0, part.state_write, new)
+            outs.append(out)
+        order = torch.cat([part.tokens for part in self._places.parts]).argsort()
+        return torch.cat(outs)[order]
 
     def _of_rows(self, pool: Float[Tensor, "slots ..."]) -> Float[Tensor, "rows ..."]:
         """The states that the rows continue from: zeros for a row that begins, whatever its slot number holds."""

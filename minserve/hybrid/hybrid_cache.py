@@ -124,14 +124,18 @@ class HybridCache:
             publish: add its tokens to the tree even where its state is not to be kept.
         Changes: this cache, the ticket.
         """
-        slot, is_kept = ticket.settle(request)
+        slot, kept, is_kept = ticket.settle(request)
         self.states.stamp(slot, request.num_computed)
         old = self.slot_of.get(request.id)
         self.slot_of[request.id] = slot
         if old is not None:
             self.states.release(old)
+        for num_tokens, at in kept:
+            self.states.stamp(at, num_tokens)
+            self._publish(request, num_tokens, at)
+            self.states.release(at)
         if publish or is_kept:
-            self._publish(request, slot if is_kept else None)
+            self._publish(request, request.num_computed, slot if is_kept else None)
 
     def fork(self, request: Request, child: Request) -> bool:
         """Let a child go on from where a request stands: full pages and the state are shared, the last page is copied.
@@ -161,7 +165,7 @@ class HybridCache:
         """
         if keep and self.slot_of.get(request.id, EMPTY) != EMPTY and request.num_computed:
             with suppress(StateError):  # a state of other tokens, which its step has refused: nobody else is to have it
-                self._publish(request, self.state_of(request))
+                self._publish(request, request.num_computed, self.state_of(request))
         table, slot = self.tables.pop(request.id, None), self.slot_of.pop(request.id, None)
         if table is not None:
             table.release()
@@ -178,6 +182,15 @@ class HybridCache:
         if slot != EMPTY or self.snapshots is not None:
             self.states.expect(slot, request.num_computed)
         return slot
+
+    def take_for_snapshot(self) -> int | None:
+        """A slot to keep a state in, of the oldest snapshot if need be; None where all are in use. Changes: this cache.
+
+        Only for slots that no row of the step needs any more.
+        """
+        if not self.states.num_free:
+            self.snapshots.evict(len(self.states.held) - 1)
+        return self.states.take()
 
     def trim(self) -> None:
         """Drop the oldest snapshots that there is no slot for beside the running requests. Changes: this cache."""
@@ -200,10 +213,10 @@ class HybridCache:
         if self.prefixes.holders != {*self.tables}:
             raise PageError(f"requests {self.prefixes.holders} have a place in the tree, and {[*self.tables]} pages")
 
-    def _publish(self, request: Request, slot: int | None) -> None:
-        """Add a request's tokens to the tree, and give up pages of its own that the tree has. Changes: this cache."""
+    def _publish(self, request: Request, num_tokens: int, slot: int | None) -> None:
+        """Add a request's first tokens to the tree, and give up pages that the tree has, too. Changes: this cache."""
         if not self.prefixes.enabled:
             return
         table = self.tables[request.id]
-        pages = self.prefixes.publish(request, table.pages[: self.pages_needed(request.num_computed)], slot)
-        table.adopt(0, pages[: request.num_computed // self.page_size])
+        pages = self.prefixes.publish(request, num_tokens, table.pages[: self.pages_needed(num_tokens)], slot)
+        table.adopt(0, pages[: num_tokens // self.page_size])

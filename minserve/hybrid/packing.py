@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from minserve.batching.batcher import Slice
-from minserve.hybrid.cache_memory import Places
+from minserve.hybrid.cache_memory import Places, RowParts, SharedPages
 from minserve.hybrid.hybrid_cache import HybridCache
 from minserve.hybrid.ticket import Ticket
 from minserve.model.step import Step
@@ -26,19 +26,30 @@ def scores_prompt(piece: Slice) -> bool:
     return request.params.prompt_logprobs is not None and piece.start < len(request.prompt_ids)
 
 
-def num_shared_pages(tables: np.ndarray, starts: np.ndarray, page_size: int) -> int:
-    """How many pages all rows begin with, of those that all rows' new tokens stand behind.
+def find_shared_pages(tables: np.ndarray, starts: np.ndarray, page_size: int) -> tuple[np.ndarray, int]:
+    """Which rows begin with how many of the same pages, all behind them: where that spares the most reading.
+
+    One group is looked for: rows that begin as the longest of those with the commonest first page.
 
     Arguments:
         tables: the pages of each row, [rows, pages of the longest].
         starts: position of each row's first new token.
 
-    >>> num_shared_pages(np.array([[7, 3, 5], [7, 3, 9]]), np.array([9, 11]), page_size=4)
-    2
+    >>> tables = np.array([[7, 3, 5], [7, 3, 9], [2, 4, 6], [7, 8, 1]])
+    >>> find_shared_pages(tables, np.array([9, 11, 10, 9]), page_size=4)
+    (array([0, 1]), 2)
     """
-    computed = starts.min() // page_size
-    shared = (tables[:, :computed] == tables[0, :computed]).all(0)
-    return int(computed if shared.all() else shared.argmin())
+    computed = starts // page_size
+    first, count = np.unique(tables[computed > 0, 0], return_counts=True)
+    if not len(first) or count.max() < 2:
+        return np.arange(0), 0
+    begins_so = (tables[:, 0] == first[count.argmax()]) & (computed > 0)
+    longest = int(np.where(begins_so, computed, 0).argmax())
+    same = (tables[:, : computed[longest]] == tables[longest, : computed[longest]]).cumprod(1).sum(1)
+    same = np.where(begins_so, np.minimum(same, computed), 0)
+    most_first = np.sort(same)[::-1]
+    num_pages = int(most_first[(np.arange(len(same)) * most_first).argmax()])  # read once instead of by each of k rows
+    return (same >= num_pages).nonzero()[0], num_pages
 
 
 def pack(
@@ -50,7 +61,7 @@ def pack(
 
     Arguments:
         slices: at least one; their pages and slots are on the ticket.
-        ticket: the step's.
+        ticket: the step's; it takes slots for the states that are to be kept inside slices.
         cache: where the page tables are.
     Errors: StateError when a request's state is not the one that its slice continues from.
     """
@@ -69,13 +80,51 @@ def pack(
             chosen += range(begin, end)
         elif wants_token(piece):
             chosen.append(end - 1)
+    for piece in slices:
+        ticket.keep_states(piece.request, piece.stop)
     read = [ticket.state_read(piece.request) for piece in slices]
     write = [ticket.state_write[piece.request.id] for piece in slices]
     tensors = [
         torch.as_tensor(np.asarray(values, dtype=np.int64), device=device)
         for values in (tokens, positions, row_starts, chosen, tables, stops, read, write, slots)
     ]
-    return Step(*tensors[:4]), Places(*tensors[4:], num_shared_pages(tables, starts, cache.page_size))
+    sharing, num_pages = find_shared_pages(tables, starts, cache.page_size)
+    shared = SharedPages(torch.as_tensor(sharing, device=device), num_pages)
+    return Step(*tensors[:4]), Places(*tensors[4:], shared, _parts(slices, ticket, bounds, device))
+
+
+def _parts(
+    slices: Sequence[Slice], ticket: Ticket, bounds: list[int], device: str | torch.device
+) -> tuple[RowParts, ...]:
+    """The step in parts, where a row passes states that are to be kept: the first part of each row, then the second.
+
+        row 0     |-----------8----------16--|        parts  [0, 8)  [8, 16)  [16, 19)
+        row 1     |--------------|                            [0, 10)
+
+    None where no row passes one.
+    """
+    if not ticket.state_between:
+        return ()
+    cuts = []
+    for piece, begin in zip(slices, bounds, strict=False):
+        between = ticket.state_between.get(piece.request.id, ())
+        ends = [*between, (piece.stop, ticket.state_write[piece.request.id])]
+        starts = [piece.start, *(stop for stop, _ in between)]
+        cuts.append(
+            [
+                (begin + a - piece.start, begin + b - piece.start, slot)
+                for a, (b, slot) in zip(starts, ends, strict=True)
+            ]
+        )
+    parts = []
+    for number in range(max(map(len, cuts))):
+        rows = [row for row, of_row in enumerate(cuts) if len(of_row) > number]
+        of_rows = [cuts[row][number] for row in rows]
+        tokens = np.concatenate([np.arange(start, stop) for start, stop, _ in of_rows])
+        row_starts = np.concatenate([[0], np.cumsum([stop - start for start, stop, _ in of_rows])])
+        arrays = (rows, tokens, row_starts, [slot for *_, slot in of_rows])
+        parts.append(RowParts(*(torch.as_tensor(np.asarray(x, dtype=np.int64), device=device) for x in arrays)))
+    return tuple(parts)
 
 
 def _page_tables(slices: Sequence[Slice], cache: HybridCache) -> np.ndarray:

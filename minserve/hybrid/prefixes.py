@@ -17,7 +17,7 @@ from minserve.radix.radix_tree import Match, Namespace, Node, RadixTree
 from minserve.request import Request
 
 MOST_BRANCHES = 8  # places where a request keeps its state for those who part with it there
-PATIENCE = 16  # steps that a request waits, at most, for one that is computing what it could reuse
+PATIENCE = 16  # steps that a request waits, at most, for one that computes what it could reuse and does not get on
 
 
 class Hit(NamedTuple):
@@ -52,7 +52,7 @@ class Prefixes:
         self._node_of: dict[Hashable, Node] = {}
         self._branches_of: dict[Hashable, set[int]] = {}
         self._computing: dict[Hashable, tuple[Request, Namespace]] = {}
-        self._waited: dict[Hashable, int] = {}
+        self._waited: dict[Hashable, tuple[int, int]] = {}  # steps without progress, and progress, of whom it waits for
 
     @property
     def holders(self) -> set[Hashable]:
@@ -76,22 +76,26 @@ class Prefixes:
         """What a request starts from that reuses nothing."""
         return Hit(0, self.tree.match([], self._namespace(request)), None)
 
-    def is_awaited(self, request: Request, hit: Hit) -> bool:
-        """Whether a running request is about to compute what this one could reuse, and will keep its state there.
+    def waits_for_another(self, request: Request, hit: Hit) -> bool:
+        """Whether a request had better wait: one that runs is about to compute what it could reuse.
 
-        Changes: how long the request has waited, where the other one's states are kept.
+        That one keeps its state where the two part. Nobody waits for one that does not get on. Changes: how long the
+        request has waited, where the other one's states are kept.
         """
-        waited = self._waited.get(request.id, 0)
-        if not self.enabled or waited >= PATIENCE or request.params.prompt_logprobs is not None:
+        if not self.enabled or request.params.prompt_logprobs is not None:
             return False
         for other, namespace in self._computing.values():
-            common = self._num_common(request, other) if namespace == self._namespace(request) else 0
-            if common < self._page_size + max(hit.num_tokens, other.num_computed):
+            common = self._num_common(request, other, hit.num_tokens) if namespace == self._namespace(request) else 0
+            if common <= other.num_computed:
+                continue  # too little, or it has been computed, and no state was kept there
+            num_steps, num_computed = self._waited.get(request.id, (0, 0))
+            num_steps = num_steps + 1 if other.num_computed == num_computed else 0
+            if num_steps >= PATIENCE:
                 continue
+            self._waited[request.id] = num_steps, other.num_computed
             branches = self._branches_of.setdefault(other.id, set())
             if len(branches) < MOST_BRANCHES:
                 branches.add(common)
-            self._waited[request.id] = waited + 1
             return True
         return False
 
@@ -112,13 +116,15 @@ class Prefixes:
         self._computing[request.id] = request, namespace
         if self.snapshots is None or not self.enabled:
             return
-        partings = [hit.match.num_tokens]  # pages without a state: somebody else went on from here
-        partings += [
-            self._num_common(o, request) for o in waiting if o is not request and namespace == self._namespace(o)
-        ]
-        most = request.num_committed - 1
-        useful = {min(at, most) for at in partings if min(at, most) >= hit.num_tokens + self._page_size}
-        self._branches_of[request.id] = {*sorted(useful)[:MOST_BRANCHES]}
+        # Pages without a state: somebody else went on from here.
+        page_hit = min(hit.match.num_tokens, request.num_committed - 1)
+        branches = {page_hit} if page_hit >= hit.num_tokens + self._page_size else set()
+        for other in waiting:
+            if len(branches) >= MOST_BRANCHES:
+                break
+            if other.id not in self._computing and self._namespace(other) == namespace:
+                branches.add(min(self._num_common(other, request, hit.num_tokens), request.num_committed - 1))
+        self._branches_of[request.id] = branches - {0}
 
     def fork(self, request: Request, child: Request) -> None:
         """Let a child hold on to where its request stands. Changes: locks."""
@@ -131,23 +137,28 @@ class Prefixes:
             root = root.parent
         self._node_of[request_id] = self.tree.lock(root)
         self.tree.unlock(node)
-        self.evict(self.tree.num_pages)
+        self.evict(self.tree.num_evictable)
 
-    def stop_at(self, request: Request, stop: int) -> int:
-        """Where a slice up to `stop` has to end, so that a state can be kept."""
-        point = self._next(request, request.num_computed)
-        return stop if point is None else min(stop, point)
+    def points(self, request: Request, stop: int) -> list[int]:
+        """After which counts of a slice up to `stop` the request's state is to be kept, in order."""
+        if self.snapshots is None or not self.enabled:
+            return []
+        branches = self._branches_of.get(request.id, ())
+        if stop == request.num_computed + 1 == request.num_committed and stop % self._every and not branches:
+            return []  # a decode step like most
+        points = []
+        point = next_snapshot(request.num_computed, request.num_committed, self._page_size, self._every, branches)
+        while point is not None and point <= stop:
+            points.append(point)
+            point = next_snapshot(point, request.num_committed, self._page_size, self._every, branches)
+        return points
 
-    def keeps(self, request: Request, stop: int) -> bool:
-        """Whether the state of a slice up to `stop` is to be kept."""
-        return self._next(request, request.num_computed) == stop
+    def publish(self, request: Request, num_tokens: int, pages: Sequence[int], slot: int | None) -> list[int]:
+        """Add a request's first tokens, computed and committed, and the state after them unless slot is None.
 
-    def publish(self, request: Request, pages: Sequence[int], slot: int | None) -> list[int]:
-        """Add what a request has computed, and its state too unless slot is None.
-
-        Returns the pages of the whole path, for the request to adopt. Changes: the tree, the snapshots, the lock.
+        Returns the pages of their path, for the request to adopt. Changes: the tree, the snapshots, the lock.
         """
-        tokens, before = request.tokens[: request.num_computed], self._node_of[request.id]
+        tokens, before = request.tokens[:num_tokens], self._node_of[request.id]
         node = self.tree.insert(tokens, pages, after=before)
         self._node_of[request.id] = self.tree.lock(node)
         self.tree.unlock(before)
@@ -184,18 +195,19 @@ class Prefixes:
         for node in nodes if self.snapshots is not None else ():
             self.snapshots.drop(node)
 
-    def _next(self, request: Request, start: int) -> int | None:
-        """Where the next state of a request is kept, if any is."""
-        if self.snapshots is None or not self.enabled:
-            return None
-        branches = self._branches_of.get(request.id, ())
-        return next_snapshot(start, request.num_committed, self._page_size, self._every, branches)
+    def _num_common(self, request: Request, other: Request, beyond: int) -> int:
+        """How many first tokens of two requests are the same, the last of the first one left out.
 
-    def _num_common(self, request: Request, other: Request) -> int:
-        """How many first tokens of two requests are the same, the last of the first one left out."""
-        if request.tokens[0] != other.tokens[0]:
+        0 if that is not a page more than `beyond`: mostly a look at the tokens of that page shows it.
+        """
+        page = slice(beyond, beyond + self._page_size)
+        if (
+            min(request.num_committed - 1, other.num_committed) < page.stop
+            or request.tokens[page] != other.tokens[page]
+        ):
             return 0
-        return min(num_common(request.tokens, other.tokens), request.num_committed - 1)
+        common = min(num_common(request.tokens, other.tokens), request.num_committed - 1)
+        return common if common >= page.stop else 0
 
     def _namespace(self, request: Request) -> Namespace:
         """Whose prefixes a request may share."""

@@ -15,17 +15,21 @@ from minserve.request import Request
 if TYPE_CHECKING:
     from minserve.hybrid.hybrid_cache import HybridCache
 
+MOST_STATES = 8  # kept inside one slice: each is a pass more over the DeltaNet layers
+
 
 class Ticket:
     """What one step holds; the room that the batcher plans in. Made by `HybridCache.open`.
 
     Attributes:
         state_write: per request, the slot that gets its state after this step.
+        state_between: per request, slots for states that are to be kept inside its slice, by count of tokens, in order.
     """
 
     def __init__(self, cache: HybridCache, waiting: Sequence[Request] = ()):
         self.state_write: dict[Hashable, int] = {}
         self._cache, self._waiting = cache, waiting
+        self.state_between: dict[Hashable, list[tuple[int, int]]] = {}
         self._room_before: dict[Hashable, int] = {}
         self._kept: set[Hashable] = set()
 
@@ -49,16 +53,12 @@ class Ticket:
         Its cached tokens are counted as computed from now on. Changes: the cache, the request.
         """
         hit = self._cache.prefixes.find(request)
-        if self._cache.prefixes.is_awaited(request, hit):
+        if self._cache.prefixes.waits_for_another(request, hit):
             return Entry.LATER
         if not self._cache.admit(request, hit, spare_pages):
             return Entry.FULL
         self._cache.prefixes.begin(request, hit, self._waiting)
         return Entry.IN
-
-    def stop_at(self, request: Request, stop: int) -> int:
-        """Where a slice up to `stop` ends at the latest, so that the state after it can be kept."""
-        return self._cache.prefixes.stop_at(request, stop)
 
     def grow(self, request: Request, stop: int) -> bool:
         """Take the pages for the tokens up to stop, and a slot for the state after them; all, or nothing and False.
@@ -76,9 +76,25 @@ class Ticket:
             self._room_before.setdefault(request.id, before)
         if needs_slot:
             self.state_write[request.id] = states.take()
-        if self._cache.prefixes.keeps(request, stop):
-            self._kept.add(request.id)
         return True
+
+    def keep_states(self, request: Request, stop: int) -> None:
+        """Take slots for the states that a slice up to `stop` passes and others may want, as far as there are any.
+
+        After all of a step's slices are planned. The last ones go first: they save the most. Changes: the cache.
+        """
+        points = self._cache.prefixes.points(request, stop)
+        if stop in points:
+            self._kept.add(request.id)
+            points.remove(stop)
+        taken = []
+        for point in reversed(points[-MOST_STATES:]):
+            slot = self._cache.take_for_snapshot()
+            if slot is None:
+                break
+            taken.append((point, slot))
+        if taken:
+            self.state_between[request.id] = taken[::-1]
 
     def missing(self, request: Request, stop: int) -> int:
         """How many pages are to be taken yet for the tokens up to stop."""
@@ -104,13 +120,15 @@ class Ticket:
         """
         return self._cache.state_of(request)
 
-    def settle(self, request: Request) -> tuple[int, bool]:
-        """Leave to a request what this step took for it: its slot, and whether others shall find the state in it.
+    def settle(self, request: Request) -> tuple[int, list[tuple[int, int]], bool]:
+        """Leave to a request what this step took for it.
 
-        Changes: the ticket.
+        Returns the slot of its state; (count, slot) of each state inside the slice that others shall find; and whether
+        they shall find the last one. Changes: the ticket.
         """
         self._room_before.pop(request.id, None)
-        return self.state_write.pop(request.id), request.id in self._kept
+        between = self.state_between.pop(request.id, [])
+        return self.state_write.pop(request.id), between, request.id in self._kept
 
     def __enter__(self) -> Ticket:
         """The ticket itself."""
@@ -127,18 +145,23 @@ class Ticket:
 
         Changes: the cache.
         """
-        for slot in self.state_write.values():
-            self._cache.states.release(slot)
+        for request_id in [*self.state_write]:
+            self._give_back_slots(request_id)
         for request_id, before in self._room_before.items():
             if request_id in self._cache.tables:  # who left meanwhile has given all pages back
                 self._cache.tables[request_id].shrink(before)
-        self.state_write.clear()
         self._room_before.clear()
 
     def abandon(self, request: Request, keep: bool = False) -> None:
         """Give back what this step took for a request that left meanwhile, and all it held. Changes: the cache."""
-        slot = self.state_write.pop(request.id, None)
-        if slot is not None:
-            self._cache.states.release(slot)
+        self._give_back_slots(request.id)
         self._room_before.pop(request.id, None)  # its pages are its table's, and go with that
         self._cache.release(request, keep)
+
+    def _give_back_slots(self, request_id: Hashable) -> None:
+        """Give back the slots that this step took for a request. Changes: the cache."""
+        slots = [slot for _, slot in self.state_between.pop(request_id, ())]
+        if request_id in self.state_write:
+            slots.append(self.state_write.pop(request_id))
+        for slot in slots:
+            self._cache.states.release(slot)

@@ -137,6 +137,14 @@ class PrefixTree:
         self._attach(leaf)
         return leaf
 
+    def new_version(self) -> list[Node]:
+        """The weights have changed: nothing of before is found any more, and what nobody locks is evicted.
+
+        Returns the evicted nodes. Changes: the tree and the allocator. Needs what this class leaves open: evict.
+        """
+        self.version += 1
+        return self.evict(self.num_evictable)
+
     def nodes(self) -> Iterator[Node]:
         """Every node below the roots, parents first."""
         waiting = list(self._roots.values())

@@ -22,10 +22,10 @@ class Asked:
 
 
 class Room:
-    """So many pages, held by request; slices end at the multiples of `every`."""
+    """So many pages, held by request."""
 
-    def __init__(self, num_pages=10**6, page_size=1, every=10**6):
-        self.num_pages, self.page_size, self.every, self.pages = num_pages, page_size, every, {}
+    def __init__(self, num_pages=10**6, page_size=1):
+        self.num_pages, self.page_size, self.pages = num_pages, page_size, {}
 
     @property
     def free_pages(self):
@@ -49,9 +49,6 @@ class Room:
         request.num_computed = self.cached_tokens(request)
         self.pages[request.id] = -(-request.num_computed // self.page_size)
         return Entry.IN
-
-    def stop_at(self, request, stop):
-        return min(stop, (request.num_computed // self.every + 1) * self.every)
 
     def grow(self, request, stop):
         missing = self.missing(request, stop)
@@ -114,7 +111,6 @@ class Play:
         for piece in plan.slices:
             assert piece.start == piece.request.num_computed < piece.stop <= piece.request.num_committed
             assert piece.stop <= self.room.pages_held(piece.request) * self.room.page_size
-            assert (piece.stop - 1) // self.room.every == piece.start // self.room.every
         decodes = [request for request, phase in before if phase is Phase.DECODE]
         order = decodes + [request for request, phase in before if phase is Phase.PREFILL] + plan.admitted
         assert requests == [request for request in order if request in requests]

@@ -128,24 +128,6 @@ def test_behind_one_who_is_told_to_wait_nobody_overtakes_the_first_that_does_not
     assert {*play.run_all(20)[:2]} == {"a", "told"}  # when a has left nobody runs, and nobody is told to wait
 
 
-@pytest.mark.parametrize("every", range(1, 10))
-@pytest.mark.parametrize("batch_tokens", [1, 3, 8, 30])
-def test_a_slice_ends_where_the_room_says_and_what_is_left_goes_to_others(every, batch_tokens):
-    asked = [Asked("a", 17, 2), Asked("hit", 16, 3, cached=5), Asked("b", 9, 2), Asked("c", 1, 2)]
-    play, stops = Play(*asked, batch_tokens=batch_tokens, every=every), {request.id: [] for request in asked}
-    while play.batcher.has_work:
-        before = {request: request.cached if request in play.batcher.waiting else request.num_computed
-                  for request in play.batcher.waiting + play.running}  # fmt: skip
-        wanted = [min(request.num_committed - at, every - at % every) for request, at in before.items()]
-        plan = play.step()
-        assert sum(piece.stop - piece.start for piece in plan.slices) == min(batch_tokens, sum(wanted))
-        for piece in plan.slices:
-            stops[piece.request.id].append(piece.stop)
-    for request in asked:
-        points = {*range((request.cached // every + 1) * every, request.num_computed + 1, every)}
-        assert points <= {*stops[request.id]}
-
-
 @pytest.mark.parametrize("max_running", [1, 2, 4])
 def test_the_longest_cached_prefix_is_first_and_of_equals_who_came_first(max_running):
     asked = [Asked(number, 40, 1, cached=cached) for number, cached in enumerate((0, 4, 16, 4, 99, 0, 16))]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minserve import LLM
+from minserve import LLM, EngineConfig
 from minserve.clock import VirtualClock
 from minserve.events import EventLog
 from minserve.metrics import summary
@@ -28,7 +28,7 @@ GPU = machine("h200", overhead_s=40 * 80e-6)
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM()
+    return LLM(config=EngineConfig(prefix_cache=False))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minserve import LLM, SamplingParams
+from minserve import LLM, EngineConfig, SamplingParams
 from minserve.events import EventKind
 from minserve.llm import shipped_checkpoint
 from minserve.model.checkpoint import write_checkpoint
@@ -28,7 +28,7 @@ TEXT = PROMPT[:140]  # more than two chunks of the delta rule
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM()
+    return LLM(config=EngineConfig(prefix_cache=False))
 
 
 @torch.inference_mode()

@@ -62,7 +62,8 @@ def burst():
 
 
 def engine(log, model=None, config=BIG, parts=None, kind=Engine, **knobs):
-    sizes = {"dtype": "float64", "num_pages": 65_536, "num_states": 64, "check": config is not BIG}
+    sizes = {"dtype": "float64", "num_pages": 65_536, "num_states": 64, "check": config is not BIG,
+             "prefix_cache": False}  # fmt: skip
     return kind(model, config, EngineConfig(**sizes | knobs), log, ByteTokenizer().incremental, parts, cost)
 
 

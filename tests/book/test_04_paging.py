@@ -43,7 +43,7 @@ FEW = [(6, 2), (4, 14), (6, 2), (2, 20), (6, 2), (6, 6), (6, 10)]
 
 @pytest.fixture(scope="module")
 def exact():
-    return LLM(config=EngineConfig(dtype="float64"))
+    return LLM(config=EngineConfig(dtype="float64", prefix_cache=False))
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_4b_the_formula_holds_below_what_lengths_vary_by(runs):
 
 
 def test_4b_eight_answers_share_their_prompts_pages():
-    llm, found = LLM(), {}
+    llm, found = LLM(config=EngineConfig(prefix_cache=False)), {}
     params = SamplingParams(max_tokens=24, temperature=0.8, ignore_eos=True)
     for forked in (True, False):
         eight, held = [Request((forked, i), PROMPT, params, seed=i) for i in range(8)], []
@@ -270,7 +270,7 @@ def test_break_branches_read_each_other_and_no_count_is_wrong(chapter):
 
 
 def test_cost_the_session_waits_for_a_slab_and_not_for_pages(chapter):
-    waited, config = {}, EngineConfig(num_pages=256, max_context=1024)
+    waited, config = {}, EngineConfig(num_pages=256, max_context=1024, prefix_cache=False)
     wants = [SamplingParams(max_tokens=80, ignore_eos=True)] * 4 + [SamplingParams(max_tokens=24)]
     for name, parts in (("slabs", Parts(plan=chapter.Slabs(4096, [1024] * 5).plan)), ("pages", None)):
         llm = LLM(config=config, parts=parts)

@@ -13,6 +13,7 @@ WRONG = {
     "policy": ("lifo", "FCFS", "", None),
     "prefix_cache": (None, 0, 1, "on"),
     "snapshot_every": (0, -1, 1.5, True, None, "256"),
+    "share_reads_from": (0, -1, 1.5, True, None),
     "num_states": (0, -1, 1.5, True, "8"),
     "check": (None, 1),
     "max_running": (0, None),

@@ -35,7 +35,7 @@ from minserve.request import FinishReason, Status
 BASES = ([*range(14)], [*range(6), *range(20, 12, -1)], [9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9])
 PROMPTS = st.builds(
     lambda base, cut, tail: [*BASES[base][:cut], *tail][:14] or [3],
-    st.integers(0, 2), st.integers(0, 14), st.lists(st.integers(0, 24), max_size=5),
+    st.integers(0, 2), st.sampled_from([10, 6, 14, 8, 3, 0]), st.lists(st.integers(0, 24), max_size=5),
 )  # fmt: skip
 
 
@@ -56,9 +56,10 @@ class EngineModel(RuleBasedStateMachine):
         return [0] * request.params.max_tokens
 
     @initialize(
-        num_pages=st.integers(1, 8), page_size=st.integers(1, 5), batch_tokens=st.integers(1, 9),
+        num_pages=st.integers(1, 12), page_size=st.integers(1, 5), batch_tokens=st.integers(1, 9),
         max_running=st.integers(1, 5), num_states=st.none() | st.integers(1, 4),
-        policy=st.sampled_from(POLICIES), prefix_cache=st.booleans(), snapshot_every=st.integers(1, 9),
+        policy=st.sampled_from(POLICIES), prefix_cache=st.sampled_from([True, True, True, False]),
+        snapshot_every=st.integers(1, 9), share_reads_from=st.sampled_from([1, 4096]),
         model_config=st.sampled_from([CONFIG, CONFIG, ATTENTION_ONLY]),
     )  # fmt: skip
     def start(self, model_config, **config):
@@ -90,6 +91,7 @@ class EngineModel(RuleBasedStateMachine):
         for _ in range(num):
             self.one_step()
 
+    @precondition(lambda self: self.num_steps > 8 * (len(self.changes) + 1))  # else nothing is ever found
     @rule()
     def change_weights(self):
         self.engine.weights_changed()

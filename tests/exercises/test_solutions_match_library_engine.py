@@ -1,7 +1,5 @@
 """What a reader writes for one sequence, in chapters 3 and 4, is what the library computes for a batch."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,8 @@ from minserve.paging.page_table import PageAllocator, PageError, PageTable, page
 from minserve.paging.paged_attention import paged_attention
 from minserve.request import SamplingParams
 
-Room = load(ROOT / "tests" / "batching" / "counted_room.py").Room
+COUNTED = load(ROOT / "tests" / "batching" / "counted_room.py")
+Room = COUNTED.Room
 CH03, CH04 = (load(ROOT / "solutions" / f"{name}.py") for name in ("ch03_batching", "ch04_paging"))
 CHECKS = load(ROOT / "tests" / "exercises" / "test_ch04_paging.py")
 
@@ -38,7 +37,7 @@ def standing(request, phase, room):
 
 def requests(num, seed):
     lengths = np.random.default_rng(seed).integers(1, 30, num).tolist()
-    return [SimpleNamespace(id=i, num_computed=0, num_committed=n, priority=0, cached=0) for i, n in enumerate(lengths)]
+    return [COUNTED.Asked(i, num_committed) for i, num_committed in enumerate(lengths)]
 
 
 def run(piece, batcher, outputs):

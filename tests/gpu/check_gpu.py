@@ -245,7 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.exit(2, f"no GPU: torch {torch.__version__} finds no CUDA device here; --tiny checks the script alone\n")
     os.environ["TRITON_INTERPRET"] = "1" if asked.tiny else "0"
     os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
-    folders = ("kernels", "paging", "batching", "deltanet", "radix")
+    folders = ("kernels", "paging", "batching", "deltanet", "radix", "speculation")
     sys.path[:0] = [str(TESTS.parent), *(str(TESTS / name) for name in folders)]
     stop_s = began_s + asked.seconds - RESERVE_S
     return 0 if check(run_for(asked.tiny), asked.out, began_s, stop_s) else 1

@@ -10,5 +10,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # else the interpreter warns that it does not fuse
 sys.path[:0] = [
     str(Path(__file__).parent),
-    *(str(Path(__file__).parents[1] / name) for name in ("kernels", "paging", "batching", "deltanet", "radix")),
+    *(
+        str(Path(__file__).parents[1] / name)
+        for name in ("kernels", "paging", "batching", "deltanet", "radix", "speculation")
+    ),
 ]

@@ -6,8 +6,8 @@ tile of queries reads again are not counted twice: a cache may keep them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
@@ -15,7 +15,9 @@ import paged_cases
 import ragged_cases
 import torch
 from kernel_checks import NAN, bound
+from pair import INDEX_BYTES, Pair, copied_differences, indices, randn
 from test_tail_copy import Case as TailCase
+from verify_sizes import verify_pair
 
 from minserve.batching import ragged_attention as batching
 from minserve.deltanet import conv_tail as convolution
@@ -23,8 +25,6 @@ from minserve.deltanet import gated_delta as delta_rule
 from minserve.deltanet import tail_copy as deltanet
 from minserve.paging import paged_attention as paging
 from minserve.radix import shared_prefix_attention as radix
-
-INDEX_BYTES = 8  # the engine's tables hold 64-bit numbers
 
 
 @dataclass(frozen=True)
@@ -43,42 +43,14 @@ class Sizes:
     prompt: int = 2048
     unequal: tuple[int, ...] = (1024, 512, 256, 255, 1)
     page_sizes: tuple[int, ...] = (16, 64)
+    drafts: int = 3
+    vocab: int = 248_320
 
 
 TINY = Sizes(
-    4, 2, 24, 37, (1, 2), (6, 5), decode_rows=2, context=7, shared=4, prompt=3, unequal=(2, 1), page_sizes=(4,)
-)
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One call of a kernel and of its reference.
-
-    Fields: `tensors` makes the arguments for a dtype and a device; `num_bytes` counts for a dtype what must move;
-    `flops` of the matrix products; `reference` the function; `differences` takes results, wanted ones and arguments to
-    (error, bound) pairs; `options` are the kernel's alone, for timing; `given` what both get beside their tensors.
-    """
-
-    kernel: str
-    note: str
-    tensors: Callable[[torch.dtype, torch.device], tuple[torch.Tensor, ...]]
-    num_bytes: Callable[[torch.dtype], int]
-    reference: Callable
-    differences: Callable[..., list[tuple[float, float]]]
-    flops: int = 0
-    options: Callable[[tuple], dict] = field(default=lambda args: {})
-    given: dict = field(default_factory=dict)
-
-
-def randn(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
-    """Random numbers, made where they are wanted."""
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-
-def indices(values, device: torch.device) -> torch.Tensor:
-    """A table of whole numbers."""
-    return torch.tensor(list(values), dtype=torch.int64, device=device)
+    4, 2, 24, 37, (1, 2), (6, 5), decode_rows=2, context=7, shared=4, prompt=3, unequal=(2, 1), page_sizes=(4,),
+    vocab=19,
+)  # fmt: skip
 
 
 def attention_bytes(num_tokens: int, num_keys: int, sizes: Sizes, dtype: torch.dtype) -> int:
@@ -102,12 +74,6 @@ def attention_differences(found, wanted, args) -> list[tuple[float, float]]:
     bounds = bound(args[0].dtype, largest), bound(lse.dtype, lse.abs().max().item())
     errors = [(x.double() - y.double()).abs().max().item() for x, y in zip(found, wanted, strict=True)]
     return list(zip(errors, bounds, strict=True))
-
-
-def copied_differences(found, wanted, args) -> list[tuple[float, float]]:
-    """A copy is right or it is not."""
-    same = all(torch.equal(x, y.to(x.dtype)) for x, y in zip(found, wanted, strict=True))
-    return [(0.0 if same else float("inf"), 0.0)]
 
 
 def paged_tensors(case: paged_cases.Case, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -290,5 +256,6 @@ def pairs(sizes: Sizes) -> Iterator[Pair]:
     for pair in (delta_pair, convolution_pair):
         yield pair(f"{rows} decode rows", (1,) * rows, sizes)
         yield pair(f"a prompt of {prompt:,}", (prompt,), sizes)
+    yield verify_pair(rows, sizes.drafts, sizes.vocab)
     yield tail_pair(f"{rows} decode rows", (1,) * rows, sizes)
     yield tail_pair(f"{rows} decode rows and a prompt", (1,) * rows + (prompt,), sizes)

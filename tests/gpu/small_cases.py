@@ -14,6 +14,7 @@ import ragged_cases
 import shared_cases
 import test_tail_copy
 import torch
+import verify_cases
 import write_cases
 from kernel_checks import bound
 
@@ -23,6 +24,7 @@ from minserve.deltanet import gated_delta_triton as delta_rule
 from minserve.deltanet import tail_copy_triton as deltanet
 from minserve.paging import paged_attention_triton as paging
 from minserve.radix import shared_prefix_attention_triton as radix
+from minserve.speculation import verify_triton as speculation
 
 
 def attention_bounds(dtype: torch.dtype) -> tuple[float, float]:
@@ -55,6 +57,7 @@ TABLES = (  # the name of a kernel, its wrapper, its cases, and how far its resu
     ("paged_attention", paging.paged_attention, paged_cases, attention_bounds),
     ("shared_prefix_attention", shared_prefix_attention, shared_cases, attention_bounds),
     ("write_pages", paging.write_pages, write_cases, copy_bounds),
+    ("verify", speculation.verify, verify_cases, copy_bounds),
 )
 
 

@@ -1,4 +1,4 @@
-"""Lets the tests here import what lies beside them, and gives them the small models, each built once.
+"""Lets the tests here import what lies beside them, and gives them the models, each built once.
 
 They run thousands of short steps, and without the shape checks that other tests run under: these cost more than a step.
 """
@@ -22,14 +22,8 @@ def shapes_unchecked():
 
 
 @pytest.fixture(scope="session")
-def models():
-    """The small models in float64: one with a state layer, one with attention only."""
-    from served import small_models
+def worlds():
+    """The models, each with what it says plainly."""
+    from worlds import all_worlds
 
-    return small_models()
-
-
-@pytest.fixture(scope="session")
-def model(models):
-    """The small model with a state layer."""
-    return models["hybrid"]
+    return all_worlds()

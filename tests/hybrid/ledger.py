@@ -46,6 +46,10 @@ class Ledger:
         pages = next(iter(pools.k_pages.values())).flatten(0, 1)[:, 0, 0]
         states = next(iter(pools.states.values()))[:, 0, 0, 0] if pools.states else None
         pages[places.slots] = step.tokens.to(pages.dtype)
+        between = {}  # the slot of the state after a packed token
+        for part in places.parts:
+            ends = part.tokens[part.row_starts[1:] - 1]
+            between.update(zip(ends.tolist(), part.state_write.tolist(), strict=True))
         ids, starts, rows = step.tokens.tolist(), step.row_starts.tolist(), {}
         per_row = zip(places.page_tables.tolist(), places.context_lens.tolist(), places.state_read.tolist(),
                       places.state_write.tolist(), starts, starts[1:], strict=False)  # fmt: skip
@@ -57,6 +61,8 @@ class Ledger:
             for at, token in enumerate(contents[context - (stop - start) :], start=start):
                 paged, state = entered(paged, [token]), entered(state, [ids[at]])
                 rows[at] = logits(paged, state if states is not None else 0.0)
+                if at in between:
+                    states[between[at]] = state
             if states is not None:
                 states[write] = state
         return SimpleNamespace(logits=torch.tensor([rows[at] for at in step.chosen.tolist()], dtype=torch.float64))

@@ -1,8 +1,8 @@
 """A hybrid cache whose pages and slots are played: lists of tokens instead of tensors.
 
-A page is a list of tokens by place, a slot the tokens that its state has seen, each with the salt and the version of the
-weights that it was computed for. What is free is wiped; so whatever is read without having been written, or written by
-or for somebody else, shows.
+A page is a list of tokens by place, a slot the tokens that its state has seen; each token with the salt and the version
+of the weights that it was computed for. What is free is wiped. So whatever is read that nobody has written, or that was
+written by or for somebody else, shows.
 """
 
 from __future__ import annotations
@@ -68,14 +68,18 @@ class PlayedCache:
         assert not self.sizes.state_bytes or seen == tuple(wanted[:start])
         for position, slot in enumerate(self.cache.tables[request.id].slots(start, stop), start=start):
             self.pages[slot // size][slot % size] = wanted[position]
-        assert ticket.state_write[request.id] not in {*self.cache.slot_of.values()}
-        self.slots[ticket.state_write[request.id]] = tuple(wanted)
+        slots = [(stop, ticket.state_write[request.id]), *ticket.state_between.get(request.id, ())]
+        assert len({slot for _, slot in slots}) == len(slots)
+        for num_tokens, slot in slots:
+            assert slot not in {*self.cache.slot_of.values()} and self.cache.states.ref_count(slot) == 1
+            self.slots[slot] = tuple(wanted[:num_tokens])
 
     def run(self, request, stop=None, new_ids=(), publish=True):
         """One step for one request, to `stop` or as far as it may go. Changes: all."""
         with self.cache.open() as ticket:
-            stop = ticket.stop_at(request, stop or request.num_committed)
+            stop = min(stop or request.num_committed, request.num_committed)
             assert ticket.grow(request, stop)
+            ticket.keep_states(request, stop)
             self.compute(ticket, request, stop)
             request.commit(stop, new_ids if stop == request.num_committed else ())
             self.cache.commit(ticket, request, publish)

@@ -86,7 +86,7 @@ class CacheModel(RuleBasedStateMachine):
         tokens=st.tuples(*[st.sampled_from([1, 2])] * 3), fate=st.sampled_from("......fapv"), who=FEW,
     )  # fmt: skip
     def steps(self, order, sizes, num_steps, tokens, fate, who):
-        """Some steps; in the last one the forward may fail, or somebody may leave or give way; or the weights change."""
+        """Some steps; in the last one the forward may fail, or somebody leave or give way, or the weights change."""
         for _ in range(num_steps - 1):
             while self.waiting and self.admit_one(self.waiting[0]):
                 pass
@@ -105,6 +105,8 @@ class CacheModel(RuleBasedStateMachine):
                 stops = self.planned(ticket, chosen, sizes)
                 if fate == "p" and len(self.running) > 1:
                     self.preempt(ticket, self.pick(self.running, who), stops)
+                for request, stop in stops.items():
+                    ticket.keep_states(request, stop)
                 if fate == "f":
                     raise Broken
                 for request, stop in stops.items():
@@ -126,7 +128,7 @@ class CacheModel(RuleBasedStateMachine):
         for request, size in zip(chosen, sizes, strict=False):
             if request not in self.running:
                 continue
-            stop = ticket.stop_at(request, min(request.num_committed, request.num_computed + size))
+            stop = min(request.num_committed, request.num_computed + size)
             grown = ticket.grow(request, stop)
             while not grown and request is self.running[0] and len(self.running) > 1:
                 self.preempt(ticket, self.running[-1], stops)

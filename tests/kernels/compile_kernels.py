@@ -28,6 +28,7 @@ from minserve.deltanet import gated_delta_triton as delta_rule
 from minserve.deltanet import tail_copy_triton as deltanet
 from minserve.paging import paged_attention_triton as paging
 from minserve.radix import shared_prefix_attention_triton as radix
+from minserve.speculation import verify_triton as speculation
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -155,6 +156,14 @@ KERNELS = {
     ),
     "merge_prefix_kernel": Compiled(radix, "", "tail_lse outs lses lse", "num_parts num_tokens heads", merged_heads),
     "write_pages_kernel": Compiled(paging, "slots", "", "channels", {"BLOCK": paging.MAX_BLOCK}),
+    "verify_kernel": Compiled(
+        speculation,
+        "draft_ids row_starts num_accepted next_ids",
+        "accept_u sample_u",
+        "vocab",
+        {"HAS_Q": True, "BLOCK": speculation.MAX_BLOCK},
+        {"num_warps": speculation.NUM_WARPS},
+    ),
 }
 
 

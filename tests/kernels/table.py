@@ -18,7 +18,7 @@ os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [
     str(TESTS.parent),
-    *(str(TESTS / folder) for folder in ("kernels", "deltanet", "batching", "paging", "radix")),
+    *(str(TESTS / folder) for folder in ("kernels", "deltanet", "batching", "paging", "radix", "speculation")),
 ]
 
 import conv_cases  # noqa: E402
@@ -27,6 +27,7 @@ import paged_cases  # noqa: E402
 import ragged_cases  # noqa: E402
 import shared_cases  # noqa: E402
 import test_tail_copy as tail_cases  # noqa: E402
+import verify_cases  # noqa: E402
 import write_cases  # noqa: E402
 from kernel_checks import DTYPES, compiled_rows  # noqa: E402
 
@@ -36,6 +37,7 @@ from minserve.deltanet import gated_delta_triton as delta_rule  # noqa: E402
 from minserve.deltanet import tail_copy_triton as deltanet  # noqa: E402
 from minserve.paging import paged_attention_triton as paging  # noqa: E402
 from minserve.radix import shared_prefix_attention_triton as radix  # noqa: E402
+from minserve.speculation import verify_triton as speculation  # noqa: E402
 
 MEASURED = {  # the wrapper, its cases, and the kernels that it launches
     "tail_copy": (deltanet.tail_copy, tail_cases, ["tail_copy_kernel"]),
@@ -53,6 +55,7 @@ MEASURED = {  # the wrapper, its cases, and the kernels that it launches
         ["prefix_attention_kernel", "merge_prefix_kernel"],
     ),
     "write_pages": (paging.write_pages, write_cases, ["write_pages_kernel"]),
+    "verify": (speculation.verify, verify_cases, ["verify_kernel"]),
 }
 HEAD_DIMS = ("32", "80", "128", "256")
 

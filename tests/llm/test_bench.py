@@ -174,6 +174,8 @@ def test_the_contenders_choose_the_same_tokens_and_count_what_they_did(served):
     positions = 2 * (max(prompts[:2]) + max(prompts[2:]) + sum(longest) - 2)
     useful = sum(prompts) + sum(outputs) - 4
     assert static.padded_share == pytest.approx(1 - useful / positions)
+    admitted = [event for event in served.logs["continuous"] if event.kind is EventKind.ADMITTED]
+    assert [event.data["cached_tokens"] for event in admitted] == [0] * 4, "found what an earlier round computed"
     assert continuous.num_steps == max(outputs), "all prompts fit into the first step"
 
 

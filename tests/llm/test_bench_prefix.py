@@ -17,6 +17,8 @@ def results(small_folder):
         patch.setattr(prefix, "NUM_SESSIONS", 2)
         patch.setattr(prefix, "NUM_TURNS", 2)
         patch.setattr(prefix, "USER_CHARS", 5)
+        patch.setattr(prefix, "NUM_UNLIKE", 3)
+        patch.setattr(prefix, "UNLIKE_TOKENS", (8, 100))
         return prefix.bench_prefix(small_folder, rounds=1, max_tokens=3)
 
 
@@ -26,7 +28,8 @@ def test_both_ways_serve_the_same_and_one_of_them_less(results):
         assert without.outputs == cached.outputs and without.prompt_tokens == cached.prompt_tokens
         assert without.cached_tokens == 0 and without.prefill_tokens == without.prompt_tokens
         assert cached.prefill_tokens == cached.prompt_tokens - cached.cached_tokens
-        assert 0 < cached.cached_tokens <= cached.best_tokens == without.best_tokens
+        assert cached.cached_tokens <= cached.best_tokens == without.best_tokens
+        assert (cached.cached_tokens > 0) == (cached.load != "unlike")
 
 
 def test_few_shot_computes_the_beginning_about_once(results):

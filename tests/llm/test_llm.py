@@ -104,12 +104,10 @@ def test_end_tokens_end_and_ignore_eos_goes_on(llm):
 def test_a_prompt_asked_again_is_cached_and_says_so(llm):
     params = replace(SAMPLED, max_tokens=3)
     first, again, more = (llm.generate("x" * 40 + tail, params)[0] for tail in ("", "", "y" * 20))
-    assert [o.usage.cached_tokens for o in (first, again, more)] == [0, 32, 40]  # a last page's start; a prompt's end
+    assert [o.usage.cached_tokens for o in (first, again, more)] == [0, 32, 32]  # where the last page begins
     assert again.token_ids == first.token_ids and "32 of 40 prompt tokens cached" in again.explain()
     salted = [llm.generate("x" * 40, replace(params, cache_salt=salt))[0].usage.cached_tokens for salt in "aba"]
     assert salted == [0, 0, 32]  # fault C7
-    off = LLM(llm.model_path, config=EngineConfig(prefix_cache=False)) if hasattr(llm, "model_path") else None
-    assert off is None
 
 
 def test_times_come_from_the_log(llm):

@@ -129,6 +129,34 @@ def test_a_decoding_request_has_one_token_left_to_run():
     assert request.tokens == list(range(5, 16))
 
 
+@pytest.mark.parametrize("num_cached", [-1, *range(6)])
+def test_cached_tokens_count_as_computed_and_one_is_left_to_run(num_cached):  # fault A3
+    request = Request(1, [5, 6, 7, 8], SamplingParams(seed=3))
+    if 0 <= num_cached < 4:
+        request.reuse(num_cached)
+        assert (request.num_computed, request.tokens) == (num_cached, [5, 6, 7, 8])
+        request.commit(4, [9])
+    else:
+        with pytest.raises(InvalidValue, match=f"num_tokens is {num_cached}; it must be from 0 to 3 for request 1"):
+            request.reuse(num_cached)
+        assert request.num_computed == 0
+
+
+def test_what_is_computed_already_is_not_taken_from_a_cache_as_well():
+    request = Request(1, [5, 6, 7, 8], SamplingParams(seed=3))
+    request.commit(2)
+    for num_cached in (0, 2, 3):
+        with pytest.raises(InvalidValue, match="num_tokens"):
+            request.reuse(num_cached)
+    request.commit(4, [9])
+    request.restart()
+    with pytest.raises(InvalidValue, match="from 0 to 4"):
+        request.reuse(5)
+    request.reuse(4)  # its own output, found again after a preemption
+    request.commit(5, [10])
+    assert request.output_ids == [9, 10]
+
+
 @pytest.mark.parametrize("num_computed, new_ids", [(1, []), (5, []), (2, [9]), (3, [9]), (5, [9]), (6, [9, 9])])
 def test_counts_that_cannot_be_are_refused(num_computed, new_ids):
     request = Request("a", [5, 6, 7], SamplingParams(seed=3))
