@@ -107,8 +107,7 @@ def plan(
     ever: (id, 0, 0, "refused").
 
     Args:
-        running, waiting: in the order in which they are served, before this step. Where a cache knows the beginning of
-            a waiting request, its num_computed and num_pages say so.
+        running, waiting: in the order in which they are served, before this step.
         batch_tokens, max_running: tokens in this step and requests that run at the same time, at most.
         free_pages: pages that nobody holds.
         page_size: tokens that fit in a page.

@@ -30,7 +30,7 @@ def match_hybrid(page_hit: int, snapshots: list[int], num_tokens: int) -> int:
 
 
 def place_snapshots(start: int, num_tokens: int, every: int, page_size: int) -> list[int]:
-    """Choose where a prefill stops to keep its state: at counts that every prompt with this beginning stops at too.
+    """Choose the counts of tokens at which a prefill's state is kept, for others with this beginning to go on from.
 
     These are the multiples of `every`, and the last page boundary below the prompt's end, for the same prompt again: a
     state that has seen all of it is no use to that, which must run a token to get its first one.

@@ -7,7 +7,7 @@ passes the mark, and it alone gets a prefix sum. The weights are p, or (p - q)+ 
 are computed twice and stored nowhere.
 
 Sums are in float64, as the reference's: a token seldom drawn would be lost in what rounding takes from 250,000 others.
-Offsets are 64 bits wide: 8,000 positions of that vocabulary are 2^31 numbers.
+Offsets are 64 bits wide: 8,650 positions of a vocabulary of 248,320 are more than 2^31 numbers.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def verify_kernel(
     while (begin < vocab) & (chosen == vocab):
         place = begin + lane
         mine, other = probabilities(ours, theirs, place, vocab, lost, HAS_Q)
-        weights = tl.where(lost >= 0, positive_part(mine - other), mine)
+        weights = positive_part(mine - other)
         here = tl.sum(weights, 0)
         if before + here > mark:
             hit = (before + tl.cumsum(weights, 0) > mark) & (weights > 0)

@@ -23,7 +23,7 @@ def put_back():
 
 
 def waiting_for_a_prefix():
-    return {"snapshot_every": 4}, [[ask("b", 20, 3)], [ask("v", 20, 3)], [ask("w", 20, 2)], [ask("c", 7, 2)]]
+    return {"batch_tokens": 30}, [[ask("b", 20, 3)], [ask("v", 20, 3)], [ask("w", 20, 2)], [ask("c", 7, 2)]]
 
 
 def three_branches():

@@ -93,7 +93,7 @@ def test_the_same_prompt_twice_with_the_small_model(size, worlds):  # fault A3
     assert reused[0] == reused[1] == 0 and any(reused)
 
 
-@pytest.mark.parametrize("start, size", [*product((0, 3, 8, 11), SIZES[:5])], ids=str)
+@pytest.mark.parametrize("start, size", [*product((0, 3, 11), SIZES[:5])], ids=str)
 @pytest.mark.parametrize("name", ["ledger", "hybrid"])
 def test_a_slice_that_passes_points_keeps_the_state_of_each(name, start, size, worlds):  # fault A4
     page_size, every, _ = size
@@ -106,7 +106,7 @@ def test_a_slice_that_passes_points_keeps_the_state_of_each(name, start, size, w
     for point in points[-8:]:
         node = engine.cache.tree.match(A[:point]).path[-1]
         assert node.stop == point and node in engine.cache.snapshots
-    order = [(*A[:point], *tokens(3, seed=point)) for point in points[-8:]]
+    order = [shared(point, point + 3) for point in points[-8:]]
     serve_right(engine, plain, one_by_one(order))
     assert [cached for _, cached in cached_tokens(engine)[-len(order) :]] == points[-8:]
 

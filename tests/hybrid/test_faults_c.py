@@ -91,9 +91,9 @@ def pressed(seed, num=14, salts=(None,)):
 @pytest.mark.parametrize("num_states", [1, 3, 6])
 def test_answers_stay_right_while_memory_is_short(name, num_pages, num_states, worlds):  # faults C1, C3
     model, plain = worlds[name]
-    for seed in range(1 if name == "hybrid" else 3):
+    for seed in range(1 if name == "hybrid" else 2):
         config = {"num_pages": num_pages, "num_states": num_states, "max_running": min(3, num_states)}
-        engine = make_engine(model, snapshot_every=(4, 3, 64)[seed], batch_tokens=(8, 64, 5)[seed], **config)
+        engine = make_engine(model, snapshot_every=(4, 3)[seed], batch_tokens=(8, 5)[seed], **config)
         serve_right(engine, plain, pressed(seed))
         check_idle(engine)
         engine.cache.prefixes.evict(num_pages)
@@ -143,8 +143,8 @@ def test_a_tree_that_compares_hashes_is_seen(name, worlds):  # fault C5
 
 
 @names
-@pytest.mark.parametrize("salts", [("a", "b", "a"), (None, "a", None), ("a", None, "a"), ("0", "00", "0")], ids=str)
-@pytest.mark.parametrize("num", [8, 9, 17])
+@pytest.mark.parametrize("salts", [("a", "b", "a"), (None, "a", None), ("0", None, "0")], ids=str)
+@pytest.mark.parametrize("num", [8, 17])
 def test_a_prefix_is_shared_within_a_salt_alone(name, salts, num, worlds):  # fault C7
     model, plain = worlds[name]
     asks = [ask for salt in salts for ask in one_by_one([A[:num]], cache_salt=salt)]
@@ -161,8 +161,8 @@ def test_a_prefix_is_shared_within_a_salt_alone(name, salts, num, worlds):  # fa
 
 
 @names
-@pytest.mark.parametrize("leaves", [None, 1, 2, 3])
-@pytest.mark.parametrize("num", [1, 8, 9, 19])
+@pytest.mark.parametrize("leaves", [None, 1, 3])
+@pytest.mark.parametrize("num", [1, 8, 19])
 def test_equal_prompts_in_one_step(name, num, leaves, worlds):  # fault C9
     model, plain = worlds[name]
     for batch_tokens in (8, 64):

@@ -107,6 +107,8 @@ def test_rates_are_conditional():
     acceptance.observe([(3, 0), (3, 1), (3, 2), (3, 3), (1, 1), (0, 0), (2, 2)])
     assert acceptance.rates() == pytest.approx([5 / 6, 3 / 4, 1 / 2])
     assert acceptance.proposed == [6, 4, 2] and acceptance.accepted == [5, 3, 1]
+    acceptance.observe(iter([(3, 3)]))  # what can be read once is enough
+    assert acceptance.accepted == pytest.approx([6, 4, 2])
 
 
 @pytest.mark.parametrize("num_rows", [1, 8])

@@ -111,6 +111,7 @@ def test_the_cost_does_not_grow_with_the_request(monkeypatch, length, repeats):
     tokens = CountedTokens([i % repeats for i in range(length)])
     NGramDrafter(window=64).propose(tokens, 8)
     assert tokens.num_read == 64 and counted.num_positions == 63
+    assert NGramDrafter(window=64).propose(tokens, 0) == [] and tokens.num_read == 64, "none wanted, nothing read"
 
 
 def test_it_is_a_drafter():
@@ -119,8 +120,8 @@ def test_it_is_a_drafter():
 
 @pytest.mark.parametrize(
     "fields, said",
-    [({"longest": 0}, "longest"), ({"shortest": 0}, "shortest"), ({"longest": 2, "shortest": 3}, "shortest"),
-     ({"longest": 4, "window": 4}, "window")],
+    [({"longest": 0}, "^longest"), ({"shortest": 0}, "^shortest"), ({"longest": 2, "shortest": 3}, "^shortest"),
+     ({"longest": 4, "window": 4}, "^window")],
 )  # fmt: skip
 def test_what_it_refuses(fields, said):
     with pytest.raises(InvalidValue, match=said):

@@ -160,6 +160,9 @@ def test_a_row_without_drafts_gets_the_token_of_a_plain_step(dtype):
     sample_u[::5], sample_u[1::5] = 0, ALMOST_ONE
     _, next_ids = verify(p, draft_ids, q, row_starts, accept_u, sample_u)
     assert torch.equal(next_ids, choose(p, sample_u)) and (p[range(300), next_ids] > 0).all()
+    p[range(300), torch.arange(300) % 40] = torch.nan
+    _, next_ids = verify(p, draft_ids, q, row_starts, accept_u, sample_u)
+    assert torch.equal(next_ids, choose(p, sample_u)), "even of what is no number"
 
 
 @pytest.mark.parametrize("u", [0.0, 0.5, ALMOST_ONE])

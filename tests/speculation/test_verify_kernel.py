@@ -15,6 +15,7 @@ from kernel_checks import (
 from verify_cases import CASES, Case, errors, tensors_of
 
 from minserve.errors import InvalidValue
+from minserve.sampling import choose
 from minserve.speculation.verify import verify
 
 RAGGED = next(case for case in CASES if case.note.startswith("different counts"))
@@ -92,11 +93,14 @@ def test_what_is_no_number_gets_what_the_reference_gives_it(kernel, kind, tokens
 @needs_triton
 @pytest.mark.parametrize("token", [-1, 7, 2**40, -(2**40)])
 @pytest.mark.parametrize("kind", ["drawn", "looked up"])
-def test_a_draft_outside_the_vocabulary_is_turned_down(kernel, token, kind):
+@pytest.mark.parametrize("u", [0.0, 0.999])
+def test_a_draft_outside_the_vocabulary_is_turned_down(kernel, token, kind, u):
     p, draft_ids, q, row_starts, accept_u, sample_u = tensors_of(Case("", (1, 3), kind))
+    p = (p + 0.01).softmax(1)  # whatever lies beside a row would be accepted
     draft_ids[2] = token
-    found = kernel(p, draft_ids, q, row_starts, torch.zeros_like(accept_u), sample_u)
-    assert found[0].tolist() == [1, 1] and ((found[1] >= 0) & (found[1] < 7)).all()
+    found = kernel(p, draft_ids, q, row_starts, torch.zeros_like(accept_u), torch.full_like(sample_u, u))
+    rest = p[3] if q is None else (p[3] - q[2]).clamp(min=0)
+    assert found[0].tolist() == [1, 1] and found[1][1] == choose(rest, u)
 
 
 @needs_triton

@@ -32,7 +32,7 @@ WRONG = {
          {"{count for count in range(start + 1, num_tokens + 1) if count % every == 0}": "set()"}),
         ("the_end_left_out", "a longer prompt that begins with this one can use a state at its end",
          {"range(start + 1, num_tokens + 1)": "range(start + 1, num_tokens)"}),
-        ("both_are_listed", "a boundary may be a multiple as well: stop there once",
+        ("both_are_listed", "a boundary may be a multiple as well: its state is kept once",
          {"sorted(counts)": "sorted([*(counts - {boundary}), *[boundary] * (1 + (boundary % every == 0))])"
           " if boundary > start else sorted(counts)"}),
         ("every_boundary", "a state costs as much as many pages: not one for each page",
