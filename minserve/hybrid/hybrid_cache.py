@@ -140,7 +140,8 @@ class HybridCache:
     def fork(self, request: Request, child: Request) -> bool:
         """Let a child go on from where a request stands: full pages and the state are shared, the last page is copied.
 
-        The child's counts are the caller's to move afterwards. Changes: this cache; or nothing, and then False.
+        The request's tokens have just been published, so that the child can hold on to the same place in the tree. The
+        child's counts are the caller's to move afterwards. Changes: this cache; or nothing, and then False.
         """
         table = self.tables[request.id]
         if request.num_computed % self.page_size and not self.allocator.num_free and self.num_takeable:

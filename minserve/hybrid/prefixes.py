@@ -88,7 +88,7 @@ class Prefixes:
             common = self._num_common(request, other, hit.num_tokens) if namespace == self._namespace(request) else 0
             if common <= other.num_computed:
                 continue  # too little, or it has been computed, and no state was kept there
-            num_steps, num_computed = self._waited.get(request.id, (0, 0))
+            num_steps, num_computed = self._waited.get(request.id, (0, -1))
             num_steps = num_steps + 1 if other.num_computed == num_computed else 0
             if num_steps >= PATIENCE:
                 continue

@@ -171,6 +171,19 @@ def test_trim_drops_the_oldest_states_and_running_ones_never(num_states):
     played.check_idle()
 
 
+@pytest.mark.parametrize("num_old", [0, 1, 2, 3])
+def test_states_inside_a_slice_take_the_slots_of_older_ones(num_old):
+    played = PlayedCache(num_states=3, num_rows=1)
+    for i in range(num_old):
+        played.serve(ask(i, [50 + i] * 3, max_tokens=1))
+    request = running(played, A, "new")  # one slice, past 8 and 16, to the end of it
+    assert played.cache.prefixes.find(ask("x", (*A[:16], 90))).num_tokens == 16
+    assert len(played.cache.states.held) == 3
+    played.check([request])
+    played.cache.release(request)
+    played.check_idle()
+
+
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_without_a_prefix_cache_nothing_is_kept(prefix_cache):
     played = PlayedCache(prefix_cache=prefix_cache)

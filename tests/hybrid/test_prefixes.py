@@ -50,11 +50,35 @@ def test_who_has_waited_reuses_all_that_both_have_in_common(at, has_states):
     played.check([first, later])
 
 
+@pytest.mark.parametrize("at", [5, 9, 11])
+def test_nobody_waits_for_what_has_been_computed_without_keeping_its_state(at):
+    played = PlayedCache(snapshot_every=64)
+    first, later = started(played, A, stop=12), ask("later", fork_of(A, at))
+    assert played.admit(later) is Entry.IN and later.num_computed == 0
+    played.check([first, later])
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_request_keeps_its_state_at_a_few_partings_only(waits):
+    played = PlayedCache(snapshot_every=64, page_size=2, num_pages=64)
+    tokens = tuple(range(60))
+    others = [ask(at, fork_of(tokens, at, 60)) for at in range(4, 44, 2)]
+    first = ask("first", tokens)
+    if waits:
+        assert played.admit(first) is Entry.IN
+        assert {played.admit(other) for other in others} == {Entry.LATER}
+    else:
+        with played.cache.open([first, *others]) as ticket:
+            assert ticket.admit(first, 0) is Entry.IN
+    points = played.cache.prefixes.points(first, 60)
+    assert points[:-1] == list(range(4, 20, 2)) and points[-1] == 58
+
+
 def test_patience_ends_even_if_the_other_one_stands_still():
     played = PlayedCache()
     first, later = started(played, A, stop=0), ask("later", A)
-    entries = [played.admit(later) for _ in range(PATIENCE)]
-    assert entries == [Entry.LATER] * (PATIENCE - 1) + [Entry.IN] and later.num_computed == 0
+    entries = [played.admit(later) for _ in range(PATIENCE + 1)]
+    assert entries == [Entry.LATER] * PATIENCE + [Entry.IN] and later.num_computed == 0
     played.run(first)
     played.run(later)
     played.check([first, later])
