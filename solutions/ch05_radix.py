@@ -240,7 +240,7 @@ def order_queue(
 
     order, kept = [], list(cached)
     left = sorted(range(len(waiting)), key=lambda i: waiting[i][0])
-    while left:
+    for _ in waiting:
         chosen = left[0]
         if now_s - waiting[chosen][0] <= max_wait_s:
             chosen = max(left, key=lambda i: num_found(waiting[i][1]))
