@@ -14,7 +14,8 @@ class CacheHits:
     """What became of the prompt tokens of a run.
 
     Fields: `prompt_tokens` of all requests that were let in; `cached_tokens` of these, reused at their first admission;
-    `prefill_tokens` computed in prefill slices, what a preemption or a lost cache made necessary again included.
+    `prefill_tokens` computed in prefill slices, what a preemption or a lost cache made necessary again included. The
+    forks of a prompt (n > 1) are left out: it is one prompt, and their share of it is no find.
     """
 
     prompt_tokens: int
@@ -28,14 +29,15 @@ class CacheHits:
 
 
 def cache_hits(log: EventLog) -> CacheHits:
-    """Count what a run reused; the forks of a prompt (n > 1) count as requests whose prompt was cached."""
+    """Count what a run reused; see `CacheHits`."""
     prompt_tokens, cached, seen, prefill = {}, 0, set(), 0
     for event in log:
         if event.kind is EventKind.ARRIVED:
             prompt_tokens[event.request_id] = event.data["prompt_tokens"]
         elif event.kind is EventKind.ADMITTED and event.request_id not in seen:
-            seen.add(event.request_id)
-            cached += event.data["cached_tokens"]
+            if event.data["cached_tokens"] < prompt_tokens[event.request_id]:  # a hit leaves one token, a fork none
+                seen.add(event.request_id)
+                cached += event.data["cached_tokens"]
         elif event.kind is EventKind.SLICE and event.data["phase"] == "prefill":
             prefill += event.data["stop"] - event.data["start"]
     return CacheHits(sum(prompt_tokens[request_id] for request_id in seen), cached, prefill)

@@ -34,7 +34,8 @@ class EngineConfig:
         page_size: tokens per page of the KV cache.
         num_pages: pages of the KV cache; None takes what `cache_bytes` leaves beside the states.
         num_states: slots for recurrent states, of running requests and of snapshots for others; None takes what fits
-            into half of `cache_bytes`. No more requests run than there are slots, and they go before snapshots.
+            into half of `cache_bytes`. No more requests run than there are slots, and they go before snapshots: with
+            as many slots as requests that run, nothing of a model with states is kept for others.
         cache_bytes: memory for pages and states together; of no effect where both numbers are given.
         prefix_cache: whether requests with the same beginning and the same SamplingParams.cache_salt share it.
         snapshot_every: tokens between two states of a request that are kept for others to start from.

@@ -109,7 +109,7 @@ def _decoding(
     requests = [Request(number, prompt, params) for number, prompt in enumerate(prompts)]
     for request in requests:
         engine.add(request)
-    while not all(request.output_ids for request in requests):  # a long prompt's slices end where states are kept
+    while not all(request.output_ids for request in requests):
         engine.step()
     return engine
 

@@ -27,6 +27,7 @@ def test_hits_are_counted_at_the_first_admission_and_prefill_whenever_it_is_done
     log.record(K.SLICE, "a", start=16, stop=21, phase="prefill", step=1)
     life(log, "b", 12, 8, [(8, 12, "prefill"), (12, 13, "decode")])
     log.record(K.ARRIVED, "waits", prompt_tokens=99)
+    life(log, "a fork of b", 12, 12, [(12, 13, "decode")])
     hits = cache_hits(log)
     assert (hits.prompt_tokens, hits.cached_tokens, hits.prefill_tokens) == (32, 8, 20 + 5 + 4)
     assert hits.hit_rate == 8 / 32
