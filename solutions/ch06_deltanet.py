@@ -50,7 +50,8 @@ class StatePool:
         num_free                               how many slots nobody holds
         take()                                 a free slot, with zeros in it, stamp 0; None when none is free
         write(slot, state, tail, num_tokens)   replace what is in it; the caller goes on to change its own tensors
-        read(slot, num_tokens)                 (state, tail); ValueError unless they have seen exactly num_tokens
+        read(slot, num_tokens)                 (state, tail), to be looked at and not changed; ValueError unless they
+                                               have seen exactly num_tokens
         snapshot(slot)                         another slot, with what this one has seen so far; None when none is free
         release(slot)                          give it back
 
