@@ -84,10 +84,13 @@ def rule_sections(notebook, name):
 
 
 def rule_pictures(notebook, name):
-    """At least five, each drawn by one call of minserve.plots whose title is a question."""
+    """At least five, each drawn by one call of minserve.plots whose title is a question, and all of them shown."""
     cells = [cell for cell in code_cells(notebook) if any("image/png" in o.get("data", ()) for o in cell.outputs)]
     if len(cells) < MIN_PICTURES:
         yield f"{name}: {len(cells)} pictures, under {MIN_PICTURES}"
+    drawn = sum(len(re.findall(r"\bplots\.\w+\(", cell.source)) for cell in code_cells(notebook))
+    if drawn != len(cells):
+        yield f"{name}: draws {drawn} pictures and shows {len(cells)}: the call is the last line of its cell"
     if "matplotlib" in "".join(cell.source for cell in code_cells(notebook)):
         yield f"{name}: draws with matplotlib itself"
     for cell in cells:

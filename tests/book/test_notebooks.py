@@ -104,6 +104,7 @@ BAD = {
         lambda n: text(n, "How many?", "How many"),
         lambda n: text(n, "plots.bars('How many?', {'a': 1}, 'x')", "draw('How many?')"),
         lambda n: code(n, "import matplotlib.pyplot as plt"),
+        lambda n: code(n, "plots.bars('Is it seen?', {'a': 1}, 'x')\nprint('done')"),
     ],
     "rule_predicts": [lambda n: text(n, "guess = ...", "guess = 3")],
     "rule_exercises": [
