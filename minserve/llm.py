@@ -118,9 +118,13 @@ class LLM:
         if len(params) != len(prompts):
             raise InvalidValue("params", f"{len(params)} entries", f"one, or one per prompt ({len(prompts)})")
         checked = []
-        for prompt, wanted in zip(prompts, params, strict=True):
+        for number, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
             ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            self.engine.check_request(ids, wanted)
+            try:
+                self.engine.check_request(ids, wanted)
+            except InvalidValue as error:
+                field = f"prompts[{number}]: {error.field}" if len(prompts) > 1 else error.field
+                raise type(error)(field, error.value, error.limit, error.knob) from None
             checked.append((ids, wanted))
         return checked
 

@@ -233,3 +233,14 @@ def test_a_smaller_context_can_be_asked_for(small_folder):
         llm.generate("123456789", SAMPLED)
     with pytest.raises(InvalidValue, match="max_context is 257; it must be at most 256"):
         LLM(small_folder, config=EngineConfig(max_context=257))
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_of_several_prompts_the_one_at_fault_is_named(llm, place):
+    prompts = ["def area("] * 3
+    prompts[place] = "x" * 9000
+    with pytest.raises(PromptTooLong, match=rf"^prompts\[{place}\]: prompt_ids is '9000 prompt tokens"):
+        llm.generate(prompts, SamplingParams(max_tokens=4))
+    assert not llm.engine.has_work
+    with pytest.raises(PromptTooLong, match="^prompt_ids is"):
+        llm.generate("x" * 9000, SamplingParams(max_tokens=4))
