@@ -73,15 +73,15 @@ class Engine:
         self._model, self._model_config, self._cost, self._new_decoder = model, model_config, cost, new_decoder
         max_running = min(config.max_running, self.sizes.num_states)
         self.batcher = parts.make_batcher(config.batch_tokens, max_running, config.policy)
-        self.memory, has_tensors = None, {}
+        self.memory, copy_page = None, None
         if model is not None:
             weight = model.model.embed_tokens.weight
             implementation = parts.put_into(choose_implementation(config.impl))
             self.memory = CacheMemory(
                 model_config, self.sizes, implementation, config.share_reads_from, weight.dtype, weight.device
             )
-            has_tensors = {"copy_page": self.memory.copy_page}
-        self.cache = HybridCache(self.sizes, config.snapshot_every, config.prefix_cache, parts, **has_tensors)
+            copy_page = self.memory.copy_page
+        self.cache = HybridCache(self.sizes, config.snapshot_every, config.prefix_cache, parts, copy_page)
         self._lives: dict[Hashable, Life] = {}
         self._num_steps, self._running_step = 0, False
         self._leaving: dict[Hashable, None] = {}

@@ -101,15 +101,20 @@ class CacheSizes:
     state_bytes: int
 
     @property
+    def num_slots(self) -> int:
+        """All state slots."""
+        return self.num_states + self.num_rows
+
+    @property
     def total_bytes(self) -> int:
         """Memory of both caches."""
-        return self.num_pages * self.page_bytes + (self.num_states + self.num_rows) * self.state_bytes
+        return self.num_pages * self.page_bytes + self.num_slots * self.state_bytes
 
     def __str__(self) -> str:
         return (
             f"{self.num_pages} pages of {self.page_size} tokens ({self.num_pages * self.page_bytes / 2**20:.1f} MiB), "
             f"{self.num_states} + {self.num_rows} states "
-            f"({(self.num_states + self.num_rows) * self.state_bytes / 2**20:.1f} MiB)"
+            f"({self.num_slots * self.state_bytes / 2**20:.1f} MiB)"
         )
 
 

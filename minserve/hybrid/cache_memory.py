@@ -79,10 +79,10 @@ class CacheMemory:
         self.share_reads_from = share_reads_from
         wide = torch.promote_types(dtype, torch.float32)
         linear = [i for i, kind in enumerate(config.layer_types) if kind == LINEAR]
-        num_slots = sizes.num_states + sizes.num_rows
         pages = (sizes.num_pages, sizes.page_size, config.num_key_value_heads, config.head_dim)
-        tails = (num_slots, config.linear_conv_kernel_dim - 1, config.conv_channels)
-        states = (num_slots, config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
+        tails = (sizes.num_slots, config.linear_conv_kernel_dim - 1, config.conv_channels)
+        heads = (config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
+        states = (sizes.num_slots, *heads)
         attention = [i for i in range(config.num_hidden_layers) if i not in linear]
 
         def pool(layers: list[int], shape: tuple[int, ...], of: torch.dtype) -> dict[int, Tensor]:
@@ -115,6 +115,8 @@ class StepMemory:
         self._run = memory.implementation
         self._read = places.state_read.clamp(min=0)
         self._groups = self._group_rows(memory)
+        # Outputs come part by part; this brings them back into the packing's order.
+        self._order = torch.cat([part.tokens for part in places.parts]).argsort() if places.parts else None
         self._begins = (places.state_read == EMPTY).nonzero().flatten()
 
     def attend(
@@ -193,8 +195,7 @@ class StepMemory:
             before.index_copy_(0, part.rows, new)
             pool.index_copy_(0, part.state_write, new)
             outs.append(out)
-        order = torch.cat([part.tokens for part in self._places.parts]).argsort()
-        return torch.cat(outs)[order]
+        return torch.cat(outs)[self._order]
 
     def _of_rows(self, pool: Float[Tensor, "slots ..."]) -> Float[Tensor, "rows ..."]:
         """The states that the rows continue from: zeros for a row that begins, whatever its slot number holds."""

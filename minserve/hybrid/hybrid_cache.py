@@ -47,12 +47,13 @@ class HybridCache:
 
     def __init__(
         self, sizes: CacheSizes, snapshot_every: int = 256, prefix_cache: bool = True, parts: Parts | None = None,
-        copy_page: Callable[[int, int], None] = lambda source, target: None,
+        copy_page: Callable[[int, int], None] | None = None,
     ):  # fmt: skip
         parts = parts or Parts()
-        self.page_size, self._num_states, self._copy_page = sizes.page_size, sizes.num_states, copy_page
+        self.page_size, self._num_states = sizes.page_size, sizes.num_states
+        self._copy_page = copy_page or (lambda source, target: None)
         self.allocator = parts.page_allocator(sizes.num_pages)
-        self.states: StatePool = parts.state_pool(sizes.num_states + sizes.num_rows)
+        self.states: StatePool = parts.state_pool(sizes.num_slots)
         self.tree = parts.radix_tree(self.allocator, sizes.page_size)
         self.snapshots = Snapshots(self.states) if sizes.state_bytes else None
         self.prefixes = Prefixes(
@@ -82,8 +83,8 @@ class HybridCache:
     def admit(self, request: Request, hit: Hit, spare_pages: int) -> bool:
         """Let a request in with what it reuses, if its tokens and one more fit beside `spare_pages` other pages.
 
-        Where the hit ends inside a page, the request gets a copy of it to write on. The first page of all that it
-        needs beside the tree's: if it is the only one here and does not fit so, it is let in with nothing reused.
+        Where the hit ends inside a page, the request gets a copy of it to write on. Where it is the only one
+        here and does not fit beside what it reuses, it is let in with nothing reused.
         Changes: this cache and the request's count of computed tokens; or nothing, and then False.
         """
         cached, slot = self.prefixes.lock(request, hit)

@@ -39,6 +39,8 @@ def find_shared_pages(tables: np.ndarray, starts: np.ndarray, page_size: int) ->
     >>> find_shared_pages(tables, np.array([9, 11, 10, 9]), page_size=4)
     (array([0, 1]), 2)
     """
+    if len(starts) < 2:
+        return np.arange(0), 0
     computed = starts // page_size
     first, count = np.unique(tables[computed > 0, 0], return_counts=True)
     if not len(first) or count.max() < 2:
@@ -101,7 +103,7 @@ def _parts(
         row 0     |-----------8----------16--|        parts  [0, 8)  [8, 16)  [16, 19)
         row 1     |--------------|                            [0, 10)
 
-    None where no row passes one.
+    Nothing where no row passes one.
     """
     if not ticket.state_between:
         return ()

@@ -79,8 +79,8 @@ class Prefixes:
     def waits_for_another(self, request: Request, hit: Hit) -> bool:
         """Whether a request had better wait: one that runs is about to compute what it could reuse.
 
-        That one keeps its state where the two part. Nobody waits for one that does not get on. Changes: how long the
-        request has waited, where the other one's states are kept.
+        That one keeps its state where the two part. It is waited for while it gets on, and for PATIENCE steps when it
+        does not. Changes: how long the request has waited, where the other one's states are kept.
         """
         if not self.enabled or request.params.prompt_logprobs is not None:
             return False

@@ -143,7 +143,7 @@ class PrefixTree:
         Returns the evicted nodes. Changes: the tree and the allocator. Needs what this class leaves open: evict.
         """
         self.version += 1
-        return self.evict(self.num_evictable)
+        return self.evict(self.num_evictable + 1)  # more than there are: all that can go
 
     def nodes(self) -> Iterator[Node]:
         """Every node below the roots, parents first."""

@@ -130,8 +130,7 @@ class RadixTree(PrefixTree):
         Returns the evicted nodes: all that nobody locks. The others can be unlocked as ever, and go first then.
         Changes: the tree and the allocator.
         """
-        self.version += 1
-        evicted = self.evict(self.num_pages + 1)  # more than there are: all that can go
+        evicted = super().new_version()
         for node in self.nodes():
             node.last_used = OLD
         return evicted
