@@ -3,7 +3,7 @@
 import pytest
 from counted_room import Asked, Play, Room, shown
 
-from minserve.batching.batcher import Batcher, BatcherError, Phase
+from minserve.batching.batcher import POLICIES, Batcher, BatcherError, Phase
 from minserve.batching.queue_order import MOST_OVERTAKEN
 from minserve.errors import InvalidValue
 
@@ -243,3 +243,13 @@ def test_queues_that_contradict_one_another_are_found(fault):
     BREAK[fault](batcher)
     with pytest.raises(BatcherError):
         batcher.check()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nobody_is_looked_up_where_nobody_can_be_let_in(policy):
+    play = Play(*(Asked(name, 4) for name in "abcdef"), max_running=2, policy=policy)
+    play.step()
+    lookups = []
+    play.room.cached_tokens = lookups.append
+    play.step()
+    assert len(play.running) == 2 and not lookups

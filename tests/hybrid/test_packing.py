@@ -129,3 +129,20 @@ def test_looking_for_what_is_common_costs_a_look_per_pair_and_no_walk(num_reques
     while engine.has_work:
         engine.step()
     assert len(calls) <= 2 * num_requests
+
+
+def test_rows_that_are_run_in_parts_beside_one_another_keep_their_outputs(engine):
+    """Two rows with points and one without: parts interleave, and every answer is the one that its prompt has alone."""
+    prompts = [[(13 * i + 5 * row) % 250 for i in range(length)] for row, length in enumerate((21, 3, 38))]
+    answers = []
+    for together in (False, True):
+        engine.weights_changed()
+        requests = [ask((together, row), prompt, max_tokens=4) for row, prompt in enumerate(prompts)]
+        for request in requests:
+            engine.add(request)
+            while engine.has_work and not together:
+                engine.step()
+        while engine.has_work:
+            engine.step()
+        answers.append([request.output_ids for request in requests])
+    assert answers[0] == answers[1]

@@ -244,3 +244,12 @@ def test_of_several_prompts_the_one_at_fault_is_named(llm, place):
     assert not llm.engine.has_work
     with pytest.raises(PromptTooLong, match="^prompt_ids is"):
         llm.generate("x" * 9000, SamplingParams(max_tokens=4))
+
+
+def test_what_was_cached_is_counted_at_the_first_admission_and_not_after_a_preemption(small_folder):
+    llm = LLM(small_folder, config=EngineConfig(dtype="float64", page_size=4, num_pages=14, snapshot_every=4))
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    outputs = llm.generate([[1, *range(10, 20)], [2, *range(30, 40)]], params)
+    admitted = [event.data["cached_tokens"] for event in llm.log if event.kind is EventKind.ADMITTED]
+    assert len(admitted) > 2 and max(admitted) > 0, "one was put back, and found its own tokens"
+    assert [output.usage.cached_tokens for output in outputs] == [0, 0]
