@@ -92,7 +92,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
 def _add_train(commands: argparse._SubParsersAction) -> None:
     """The options of `minserve train`. Changes: the parser."""
     train = commands.add_parser("train", help="train a model that ships from the Python standard library")
-    train.add_argument("--shape", choices=("tiny", "tiny_attention"), default="tiny")
+    train.add_argument("--shape", choices=("tiny", "tiny_attention", "tiny_draft"), default="tiny")
     train.add_argument("--minutes", type=float, default=82.0)
     train.add_argument("--out", required=True, help="a folder; a training begun there goes on")
     train.set_defaults(run=run_train)

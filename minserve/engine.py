@@ -17,8 +17,10 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
-from minserve.batching.batcher import Phase, Plan, Slice
+from minserve.batching.batcher import Phase, Slice
 from minserve.choosing import Chosen, choose_tokens
+from minserve.draft_rows import DraftRow
+from minserve.drafting import Drafting
 from minserve.engine_config import EngineConfig, size_caches
 from minserve.errors import InvalidValue, MinserveError, PromptTooLong
 from minserve.events import EventKind, EventLog
@@ -27,14 +29,16 @@ from minserve.hybrid.hybrid_cache import HybridCache
 from minserve.hybrid.packing import pack
 from minserve.hybrid.ticket import Ticket
 from minserve.model.config import ModelConfig
-from minserve.model.hybrid_lm import HybridLM
+from minserve.model.hybrid_lm import HybridLM, ModelOutput
 from minserve.model.implementations import choose_implementation
+from minserve.mtp_drafts import MTPDrafts
 from minserve.paging.page_table import PageError
 from minserve.parts import Parts
 from minserve.request import FinishReason, Request, SamplingParams, Status, check_prompt, max_computed
 from minserve.request_life import Life, Progress
 from minserve.sampling import Sampled
-from minserve.stopping import Decoder, StopChecker
+from minserve.step_record import record_plan, record_step
+from minserve.stopping import Decoder, Kept, StopChecker
 
 Cost = Callable[[list[tuple[int, int]]], float]
 
@@ -56,6 +60,7 @@ class Engine:
         cost: on a virtual clock, the seconds of a step from its (start, stop) positions by row; None on a real one.
     Attributes:
         batcher, cache, memory: the queues, who holds what, and the pools (None without a model).
+        drafting: who guesses ahead, and how far.
         sizes: how large the pools are.
         max_context: tokens of prompt and output together, at most.
     """
@@ -73,15 +78,18 @@ class Engine:
         self._model, self._model_config, self._cost, self._new_decoder = model, model_config, cost, new_decoder
         max_running = min(config.max_running, self.sizes.num_states)
         self.batcher = parts.make_batcher(config.batch_tokens, max_running, config.policy)
-        self.memory, copy_page = None, None
+        implementation = parts.put_into(choose_implementation(config.impl))
+        self._verify, self.memory, copy_page = implementation.verify, None, None
+        has_head = model is not None and config.draft == "mtp"
         if model is not None:
             weight = model.model.embed_tokens.weight
-            implementation = parts.put_into(choose_implementation(config.impl))
             self.memory = CacheMemory(
-                model_config, self.sizes, implementation, config.share_reads_from, weight.dtype, weight.device
+                model_config, self.sizes, implementation, config.share_reads_from, weight.dtype, weight.device, has_head
             )
             copy_page = self.memory.copy_page
         self.cache = HybridCache(self.sizes, config.snapshot_every, config.prefix_cache, parts, copy_page)
+        head = MTPDrafts(model, self.memory, self.cache) if has_head else None
+        self.drafting = Drafting(config, model_config.vocab_size, log.clock, head)
         self._lives: dict[Hashable, Life] = {}
         self._num_steps, self._running_step = 0, False
         self._leaving: dict[Hashable, None] = {}
@@ -146,9 +154,12 @@ class Engine:
         if not self._lives:
             return self.take_ended()
         began_s = self.log.clock.now()
-        with self.cache.open(self.batcher.waiting[: self.batcher.max_running]) as ticket:
+        self.drafting.plan([*self.batcher.running.values()])
+        with self.cache.open(self.batcher.waiting[: self.batcher.max_running], self.drafting.wanted) as ticket:
             plan = self.batcher.plan(ticket)
-            self._record(plan)
+            record_plan(self.log, plan)
+            for request in plan.admitted:
+                request.status = Status.RUNNING
             for request in plan.stuck:
                 said = f"the cache of {self.sizes.num_pages} pages has no page left for the next token"
                 error = f"{said} (change it with EngineConfig.num_pages)"
@@ -180,14 +191,6 @@ class Engine:
         if held:
             raise PageError(f"requests {sorted(held, key=str)} hold pages or states, and do not run")
 
-    def _record(self, plan: Plan) -> None:
-        """Write down who was put back and who was let in. Changes: the log, the status of those let in."""
-        for request, num_computed in plan.preempted:
-            self.log.record(EventKind.PREEMPTED, request.id, num_computed=num_computed)
-        for request in plan.admitted:
-            request.status = Status.RUNNING
-            self.log.record(EventKind.ADMITTED, request.id, cached_tokens=request.num_computed)
-
     def _run(self, slices: list[Slice], ticket: Ticket, began_s: float) -> None:
         """Run the slices, commit what came out of it, then end who left meanwhile. Changes: as `step`."""
         self._running_step = True
@@ -199,29 +202,40 @@ class Engine:
 
     def _run_and_commit(self, slices: list[Slice], ticket: Ticket, began_s: float) -> list[Progress]:
         """The step itself, in the middle of which requests may be aborted. Changes: as `step`."""
-        logits = self._forward(slices, ticket)
-        cost_s = None if self._cost is None else self._cost([(piece.start, piece.stop) for piece in slices])
-        self._gone = frozenset(self._leaving)  # who leaves later still gets this step's token
-        chosen = choose_tokens(slices, logits, lambda request: self._still_here(self._lives[request.id].riders))
+        drafts = self.drafting.propose(slices)
+        model_began_s = self.log.clock.now()
+        output = self._forward(slices, drafts, ticket)
+        cost_s = self._cost_s(slices)
+        self._gone = frozenset(self._leaving)  # who leaves later still gets this step's tokens
+        logits = None if output is None else output.logits
+        chosen = choose_tokens(
+            slices, logits, lambda request: self._still_here(self._lives[request.id].riders), drafts, self._verify
+        )
         if cost_s is not None:
             self.log.clock.advance(cost_s)
+        self.drafting.learn(slices, chosen, self.log.clock.now() - model_began_s)
+        self.drafting.follow(slices, chosen, None if output is None else output.hidden)
         number, self._num_steps = self._num_steps, self._num_steps + 1
-        num_tokens = sum(piece.stop - piece.start for piece in slices)
-        self.log.record_all(EventKind.SLICE, (
-            (p.request.id, {"start": p.start, "stop": p.stop, "phase": p.phase.value, "step": number}) for p in slices
-        ))  # fmt: skip
-        self.log.record(EventKind.STEP, step=number, start_s=began_s, duration_s=self.log.clock.now() - began_s,
-                        num_rows=len(slices), num_tokens=num_tokens, num_padded=0)  # fmt: skip
-        known = (p.request.id for p in slices if chosen.tokens.get(p.request.id) and p.request.id not in self._gone)
-        self.log.record_all(EventKind.TOKENS, ((request_id, {"count": 1}) for request_id in known))
+        record_step(self.log, number, slices, began_s)
         return [one for piece in slices for one in self._commit(piece, ticket, chosen)]
 
-    def _forward(self, slices: list[Slice], ticket: Ticket) -> Tensor | None:
-        """The logits that the slices want, in their order; None without a model. Changes: the pools."""
-        step, places = pack(slices, ticket, self.cache, "cpu" if self.memory is None else self.config.device)
+    def _cost_s(self, slices: list[Slice]) -> float | None:
+        """What a step takes on a virtual clock; None on a real one."""
+        if self._cost is None:
+            return None
+        return self._cost([(p.start, p.start + p.num_tokens) for p in slices]) + self.drafting.draft_cost_s(slices)
+
+    def _forward(self, slices: list[Slice], drafts: list[DraftRow], ticket: Ticket) -> ModelOutput | None:
+        """The model's output for the slices, in their order; None without a model. Changes: the pools."""
+        ids, device = {row.request.id: row.ids for row in drafts}, self.config.device
+        step, places = pack(slices, ticket, self.cache, "cpu" if self.memory is None else device, ids)
         if self._model is None:
             return None
-        return self._model(step, self.memory.at(step.row_starts, places)).logits
+        memory = self.memory.at(step.row_starts, places)
+        output = self._model(step, memory)
+        if self.memory.hidden is not None:
+            memory.keep_hidden(output.hidden)
+        return output
 
     def _commit(self, piece: Slice, ticket: Ticket, chosen: Chosen) -> list[Progress]:
         """Move one request's counts, pages, state and text on by its slice. Changes: as `step`."""
@@ -230,22 +244,30 @@ class Engine:
         if error is not None or request.id in self._gone:
             ticket.abandon(request, keep=error is None)
             return [self._end(life, FinishReason.ERROR if error else FinishReason.ABORT, error)]
-        family = chosen.tokens.get(request.id, [])
-        request.commit(piece.stop, [family[0].token_id] if family else [])
+        new = chosen.tokens.get(request.id, [])
+        kept = life.checker.push([sampled.token_id for sampled in new])
+        new = new[: kept.num_kept]
+        request.commit(piece.stop + max(0, len(new) - 1), [sampled.token_id for sampled in new])
         self.cache.commit(ticket, request, publish=piece.phase is Phase.PREFILL)
-        if not family:
+        if not new:
             done = request.num_computed == request.num_committed  # a prompt that was to be scored, and no more
             return [self._end(life, FinishReason.LENGTH)] if done else []
+        if piece.num_drafts:
+            accepted = min(chosen.accepted[request.id], len(new))
+            self.log.record(EventKind.DRAFTS, request.id, drafted=piece.num_drafts, accepted=accepted)
+        self.log.record(EventKind.TOKENS, request.id, count=len(new))
         riders, life.riders = self._still_here(life.riders), []
         forked = [self._fork(request, rider) for rider in riders]
         if piece.phase is Phase.PREFILL:
             self.batcher.starts_decoding(request)
-        progress = self._give(life, family[0])
-        for rider, is_forked, sampled in zip(riders, forked, family[1:], strict=True):
+        progress = [self._give(life, new, kept)]
+        for rider, is_forked in zip(riders, forked, strict=True):
             if is_forked:
-                rider.commit(request.num_computed, [sampled.token_id])
-                self.log.record(EventKind.TOKENS, rider.id, count=1)
-                progress += self._give(self._lives[rider.id], sampled)
+                its = self._lives[rider.id]
+                new = chosen.tokens[rider.id]
+                rider.commit(request.num_computed, [sampled.token_id for sampled in new])
+                self.log.record(EventKind.TOKENS, rider.id, count=len(new))
+                progress.append(self._give(its, new, its.checker.push([sampled.token_id for sampled in new])))
             else:
                 self.batcher.add(rider)
         return progress
@@ -261,12 +283,12 @@ class Engine:
         self.log.record(EventKind.ADMITTED, rider.id, cached_tokens=request.num_computed)
         return True
 
-    def _give(self, life: Life, sampled: Sampled) -> list[Progress]:
-        """Hand a new token on, and end the request where it ends. Changes: as `step`."""
-        request, kept = life.request, life.checker.push((sampled.token_id,))
+    def _give(self, life: Life, new: list[Sampled], kept: Kept) -> Progress:
+        """Hand new tokens on, and end the request where it ends. Changes: as `step`."""
         if kept.finish_reason is not None:
             self._close(life, kept.finish_reason)
-        return [Progress(request, (sampled.token_id,), kept.text, (sampled.logprobs,), kept.finish_reason)]
+        ids, logprobs = tuple(sampled.token_id for sampled in new), tuple(sampled.logprobs for sampled in new)
+        return Progress(life.request, ids, kept.text, logprobs, kept.finish_reason)
 
     def _still_here(self, riders: list[Request]) -> list[Request]:
         """The riders that have not ended meanwhile."""

@@ -11,11 +11,14 @@ from minserve.errors import InvalidValue
 from minserve.model.config import ModelConfig
 from minserve.model.footprint import conv_tail_bytes, kv_bytes_per_token, state_bytes
 from minserve.paging.page_table import pages_needed
+from minserve.speculation.drafters import Drafter, Scorer
+from minserve.step_costs import CostTable
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 IMPLS = ("torch", "triton")
+DRAFTS = ("none", "mtp", "ngram")
 _COUNTS = ("max_context", "batch_tokens", "page_size", "num_pages", "cache_bytes", "num_states", "max_running",
-           "snapshot_every", "share_reads_from")  # fmt: skip
+           "snapshot_every", "share_reads_from", "draft_tokens")  # fmt: skip
 MOST_STATES = 16  # per request that may run: more snapshots than that are not made room for unasked
 _OPTIONAL = ("max_context", "num_pages", "num_states")
 
@@ -43,6 +46,14 @@ class EngineConfig:
             positions in a step; below, the second pass costs more than it saves.
         policy: who is let in next: "fcfs", the first; "priority", the one with the highest SamplingParams.priority; or
             "longest_prefix", the one that can reuse the most tokens.
+        draft: who guesses tokens ahead: "none"; "mtp", the model's own head; "ngram", what followed the last tokens
+            before; or an object that has `propose` or `logits`, see `minserve.speculation.drafters`.
+        draft_tokens: drafts of a request in one step, at most.
+        adapt_drafts: choose how many are worth their price before each step, from none to draft_tokens; False always
+            asks for draft_tokens. Requests with a seed of their own that sample are always asked for all: which random
+            numbers a token depends on must not depend on the neighbours.
+        step_costs: what steps and drafts cost, where that is not to be measured on the engine's clock; see
+            `minserve.step_costs.CostTable`.
         seed: requests that bring no seed draw theirs from this one.
         check: check every invariant after each step; for tests, it takes time.
 
@@ -65,6 +76,10 @@ class EngineConfig:
     snapshot_every: int = 256
     share_reads_from: int = 4096
     policy: str = "fcfs"
+    draft: str | Drafter | Scorer = "none"
+    draft_tokens: int = 3
+    adapt_drafts: bool = True
+    step_costs: CostTable | None = None
     seed: int = 0
     check: bool = False
 
@@ -78,7 +93,10 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InvalidValue(name, value, "an int >= 1")
-        for name in ("prefix_cache", "check"):
+        if self.draft not in DRAFTS and not isinstance(self.draft, Drafter | Scorer):
+            limit = "one of " + ", ".join(DRAFTS) + ", or an object with a method propose or logits"
+            raise InvalidValue("draft", self.draft, limit)
+        for name in ("prefix_cache", "adapt_drafts", "check"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidValue(name, getattr(self, name), "True or False")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
@@ -89,8 +107,9 @@ class EngineConfig:
 class CacheSizes:
     """How large the caches are.
 
-    Fields: `num_pages` of `page_size` tokens, `page_bytes` each; `num_states` slots for requests and snapshots, and
-    `num_rows` more for the rows of the step that runs, `state_bytes` each. Bytes are over all layers.
+    Fields: `num_pages` of `page_size` tokens, `page_bytes` each; `num_states` slots for requests and snapshots,
+    `num_rows` more for the rows of the step that runs, and `num_draft_slots` for the states after their drafts,
+    `state_bytes` each. Bytes are over all layers.
     """
 
     num_pages: int
@@ -99,11 +118,12 @@ class CacheSizes:
     num_states: int
     num_rows: int
     state_bytes: int
+    num_draft_slots: int = 0
 
     @property
     def num_slots(self) -> int:
         """All state slots."""
-        return self.num_states + self.num_rows
+        return self.num_states + self.num_rows + self.num_draft_slots
 
     @property
     def total_bytes(self) -> int:
@@ -113,7 +133,7 @@ class CacheSizes:
     def __str__(self) -> str:
         return (
             f"{self.num_pages} pages of {self.page_size} tokens ({self.num_pages * self.page_bytes / 2**20:.1f} MiB), "
-            f"{self.num_states} + {self.num_rows} states "
+            f"{self.num_states} + {self.num_slots - self.num_states} states "
             f"({self.num_slots * self.state_bytes / 2**20:.1f} MiB)"
         )
 
@@ -128,27 +148,31 @@ def size_caches(config: EngineConfig, model: ModelConfig) -> CacheSizes:
     """
     dtype = getattr(torch, config.dtype)
     size, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
-    page_bytes = int(kv_bytes_per_token(model, size) * config.page_size)
+    page_bytes = int(kv_bytes_per_token(model, size, with_mtp=config.draft == "mtp") * config.page_size)
     per_state = int(state_bytes(model, wide, size)) if conv_tail_bytes(model) else 0
+    drafts = 0 if config.draft == "none" else config.draft_tokens
     num_states = config.num_states
+    num_draft_slots = drafts * min(config.max_running, num_states or config.max_running, config.batch_tokens)
     if num_states is None:
-        fitting = config.cache_bytes // 2 // per_state if per_state else 2 * config.max_running
+        fitting = config.cache_bytes // 2 // per_state if per_state else (2 + drafts) * config.max_running
         num_rows = min(config.max_running, -(-fitting // 2))  # a row of a step needs a second slot
+        num_draft_slots = min(num_draft_slots, (fitting - num_rows) // 2)  # with fewer, fewer drafts are made
         snapshots_too = config.prefix_cache and per_state
-        num_states = min(fitting - num_rows, config.max_running * (MOST_STATES if snapshots_too else 1))
+        most = config.max_running * (MOST_STATES if snapshots_too else 1)
+        num_states = min(fitting - num_rows - num_draft_slots, most)
     num_rows = min(config.max_running, num_states, config.batch_tokens)
     num_pages = config.num_pages
     if num_pages is None:
-        left = config.cache_bytes - (num_states + num_rows) * per_state
+        left = config.cache_bytes - (num_states + num_rows + num_draft_slots) * per_state
         longest = pages_needed(config.max_context or model.max_position_embeddings, config.page_size)
         num_pages = min(
             left // page_bytes if page_bytes else longest, longest * max(1, min(num_states, config.max_running))
         )
     if num_states < 1 or num_pages < 1:
         page_bytes = page_bytes if config.num_pages is None else 0
-        least = (num_states + num_rows) * per_state + page_bytes
+        least = (num_states + num_rows + num_draft_slots) * per_state + page_bytes
         if config.num_states is None:  # then states take half at most
             least = 2 * max(2 * per_state, page_bytes)
         limit = f"at least {least}, for {config.num_states or 1} states and one page"
         raise InvalidValue("cache_bytes", config.cache_bytes, limit, "EngineConfig.cache_bytes or num_states")
-    return CacheSizes(num_pages, config.page_size, page_bytes, num_states, num_rows, per_state)
+    return CacheSizes(num_pages, config.page_size, page_bytes, num_states, num_rows, per_state, num_draft_slots)

@@ -3,6 +3,7 @@
 A request's life in events, and the one event that is about no request:
 
     ARRIVED ── ADMITTED ── SLICE ── TOKENS ── SLICE ── TOKENS ── ... ── FINISHED
+    DRAFTS: between a slice and its tokens, where guesses were verified with it
     STEP: one run of the model, which the slices name by its number
     PREEMPTED: it gives its memory back; it is ADMITTED again later, and computes its SLICEs once more
 
@@ -36,6 +37,7 @@ class EventKind(Enum):
     ADMITTED = "admitted"  # it holds its memory and may run; again after a preemption
     PREEMPTED = "preempted"  # it gave its memory back and waits again; what it computed is computed once more
     SLICE = "slice"  # a step computed its positions [start, stop)
+    DRAFTS = "drafts"  # a step verified `drafted` guesses at its next tokens, and it got `accepted` of them
     TOKENS = "tokens"  # `count` of its output tokens became known at once
     FINISHED = "finished"  # nothing more will happen to it
     STEP = "step"  # the model ran once, for all rows of a batch
@@ -47,6 +49,7 @@ FIELDS = MappingProxyType(
         EventKind.ADMITTED: ("cached_tokens",),
         EventKind.PREEMPTED: ("num_computed",),
         EventKind.SLICE: ("start", "stop", "phase", "step"),
+        EventKind.DRAFTS: ("drafted", "accepted"),
         EventKind.TOKENS: ("count",),
         EventKind.FINISHED: ("reason",),
         EventKind.STEP: ("step", "start_s", "duration_s", "num_rows", "num_tokens", "num_padded"),

@@ -185,15 +185,18 @@ class LLM:
     def _output(self, request: Request, transcript: _Transcript, error: str | None) -> Output:
         """What the caller gets, its times read from the log."""
         scores = request.prompt_logprobs
-        admitted = [event for event in self.log.of(request.id) if event.kind is EventKind.ADMITTED]
-        cached_tokens = admitted[0].data["cached_tokens"] if admitted else 0  # later ones are after a preemption
+        events = self.log.of(request.id)
+        admitted = [event.data for event in events if event.kind is EventKind.ADMITTED]
+        cached_tokens = admitted[0]["cached_tokens"] if admitted else 0  # later ones are after a preemption
+        drafts = [event.data for event in events if event.kind is EventKind.DRAFTS]
+        drafted, accepted = (sum(data[name] for data in drafts) for name in ("drafted", "accepted"))
         return Output(
             text="".join(transcript.text),
             token_ids=tuple(request.output_ids),
             finish_reason=request.finish_reason,
             logprobs=None if request.params.logprobs is None else tuple(transcript.logprobs),
             prompt_logprobs=None if scores is None else tuple(scores),
-            usage=Usage(len(request.prompt_ids), cached_tokens, len(request.output_ids)),
+            usage=Usage(len(request.prompt_ids), cached_tokens, len(request.output_ids), drafted, accepted),
             timings=timings_of(self.log, request.id),
             index=request.index,
             error=error,

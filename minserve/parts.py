@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minserve.batching.batcher import Asked, Batcher, BatcherError, Entry, Phase, Plan, Room, Slice
 from minserve.deltanet.state_pool import StatePool
+from minserve.errors import InvalidValue
 from minserve.hybrid.reuse import match_hybrid
 from minserve.model.implementations import Implementation
 from minserve.paging.page_table import Allocator, PageAllocator
@@ -33,6 +34,7 @@ class Parts:
             unlock, evict and num_evictable (exercise 5.3).
         state_pool: makes the pool of num_slots state slots.
         gated_delta: runs the delta rule on the tokens of one row (exercise 6.5); None takes the library's.
+        verify: keeps the drafts of one row and chooses the token that follows (exercise 8.3); None takes the library's.
         match_hybrid: chooses how many tokens are reused (exercise 7.1); see `minserve.hybrid.reuse.match_hybrid`.
     """
 
@@ -42,6 +44,7 @@ class Parts:
     radix_tree: Callable[[Allocator, int], RadixTree] = RadixTree
     state_pool: Callable[[int], StatePool] = StatePool
     gated_delta: Callable | None = None
+    verify: Callable | None = None
     match_hybrid: Callable[[int, Sequence[int], int], int] = match_hybrid
 
     def make_batcher(self, batch_tokens: int, max_running: int, policy: str) -> Batcher:
@@ -55,6 +58,8 @@ class Parts:
             implementation = implementation._replace(paged_attention=row_by_row(self.paged_attention))
         if self.gated_delta is not None:
             implementation = implementation._replace(gated_delta_ragged=delta_row_by_row(self.gated_delta))
+        if self.verify is not None:
+            implementation = implementation._replace(verify=verify_row_by_row(self.verify))
         return implementation
 
 
@@ -77,16 +82,43 @@ def delta_row_by_row(run_one: Callable) -> Callable:
     """A ragged delta rule made of one for a row: (q, k, v, g, beta, state) -> (out, state), heads all of one number."""
 
     def gated_delta_ragged(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, row_starts: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, row_starts: Tensor,
+        *, every_state: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
-        bounds, out, states = row_starts.tolist(), torch.zeros_like(v), state.clone()
+        bounds, out, states = row_starts.tolist(), torch.zeros_like(v), []
         for row, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            if start < stop:
-                out[start:stop], states[row] = run_one(*(x[start:stop] for x in (q, k, v, g, beta)), state[row])
-        return out, states
+            memory = state[row]
+            for first in range(start, stop, 1 if every_state else max(1, stop - start)):
+                here = slice(first, first + 1 if every_state else stop)
+                out[here], memory = run_one(*(x[here] for x in (q, k, v, g, beta)), memory)
+                states += [memory] if every_state else []
+            states += [] if every_state else [memory]
+        return out, torch.stack(states)
 
     return gated_delta_ragged
+
+
+def verify_row_by_row(verify_one: Callable) -> Callable:
+    """A batched `verify` made of one for a row: (p, drafts, q, accept_u, sample_u) -> its drafts kept, and one token."""
+
+    def verify(
+        p: Tensor, draft_ids: Tensor, q: Tensor | None, row_starts: Tensor, accept_u: Tensor, sample_u: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        bounds, drafts, u = row_starts.tolist(), draft_ids.tolist(), accept_u.tolist()
+        num_accepted, next_ids = [], []
+        for row, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            here = slice(start - row, stop - row - 1)  # this row's drafts
+            of_q = None if q is None else q[here]
+            tokens = [int(x) for x in verify_one(p[start:stop], drafts[here], of_q, u[here], float(sample_u[row]))]
+            if not tokens or tokens[:-1] != drafts[here][: len(tokens) - 1]:
+                limit = f"some of its first drafts, {drafts[here]}, and one token more"
+                raise InvalidValue(f"verify of row {row}", tokens, limit, "Parts.verify")
+            num_accepted.append(len(tokens) - 1)
+            next_ids.append(tokens[-1])
+        return torch.tensor(num_accepted, device=p.device), torch.tensor(next_ids, device=p.device)
+
+    return verify
 
 
 @dataclass(frozen=True)
@@ -148,6 +180,7 @@ class PlannedBatcher(Batcher):
             if not room.grow(request, stop):
                 raise BatcherError(f"plan has request {request_id!r} run to {stop}, and there are no pages for that")
             plan.slices.append(Slice(request, start, stop, self.running[request_id][1]))
+        self._look_ahead(self.batch_tokens - sum(piece.num_tokens for piece in plan.slices), room, plan)
         return plan
 
     def _standing(self, request: Asked, phase: Phase, room: Room) -> Standing:

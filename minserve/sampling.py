@@ -235,6 +235,27 @@ def token_logprobs(logits: Float[Tensor, " vocab"], token_id: int, num: int) -> 
     return {i: float(logprobs[i]) for i in ids}
 
 
+def penalized(
+    logits: Float[Tensor, "rows vocab"], requests: Sequence[Request], guesses: Sequence[Sequence[int]] | None = None
+) -> Float[Tensor, "rows vocab"]:
+    """The logits of rows after the penalties and biases of their requests: see `apply_penalties`.
+
+    Arguments:
+        logits: one row per request, as the model gave them.
+        requests: whose row each is; a request may have several.
+        guesses: drafts before each row, which count as output there; none unless given.
+    """
+    if not any(request.params.changes_logits for request in requests):
+        return _wide(logits)
+    guesses = guesses or [()] * len(requests)
+    return torch.stack(
+        [
+            apply_penalties(row, r.prompt_ids, [*r.output_ids, *ahead], r.params)
+            for row, r, ahead in zip(logits, requests, guesses, strict=True)
+        ]
+    )
+
+
 def sample(logits: Float[Tensor, "rows vocab"], requests: Sequence[Request]) -> list[Sampled]:
     """The next token of each request, greedy and sampled ones side by side.
 
@@ -246,14 +267,7 @@ def sample(logits: Float[Tensor, "rows vocab"], requests: Sequence[Request]) -> 
     if not requests:
         return []
     params = [request.params for request in requests]
-    adjusted = _wide(logits)
-    if any(p.changes_logits for p in params):
-        adjusted = torch.stack(
-            [
-                apply_penalties(row, r.prompt_ids, r.output_ids, r.params)
-                for row, r in zip(logits, requests, strict=True)
-            ]
-        )
+    adjusted = penalized(logits, requests)
     best, greedy = adjusted.max(dim=-1)  # of equal ones the first
     if all(p.is_greedy for p in params) and all(map(math.isfinite, best.tolist())):
         chosen = greedy.tolist()  # what filter_probs would put all probability on

@@ -71,6 +71,9 @@ class Room(Protocol):
     def grow(self, request: Asked, stop: int) -> bool:
         """Take pages for the tokens up to stop, or nothing."""
 
+    def look_ahead(self, request: Asked, most: int) -> int:
+        """Take pages and states for drafts behind a planned slice: as many as are wanted and fit; how many, <= most."""
+
     def missing(self, request: Asked, stop: int) -> int:
         """How many pages are to be taken yet for the tokens up to stop."""
 
@@ -82,12 +85,18 @@ class Room(Protocol):
 
 
 class Slice(NamedTuple):
-    """Tokens start .. stop - 1 of a request, to be computed in one step."""
+    """Tokens start .. stop - 1 of a request, to be computed in one step, and behind them so many drafts."""
 
     request: Asked
     start: int
     stop: int
     phase: Phase
+    num_drafts: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions that this slice computes."""
+        return self.stop - self.start + self.num_drafts
 
 
 @dataclass
@@ -183,7 +192,8 @@ class Batcher:
             if budget and request.id in self.running:
                 budget -= self._plan_running(request, phase, budget, room, plan)
         if self._queue and not (plan.preempted or self._full):
-            self._admit(budget, room, plan)
+            budget = self._admit(budget, room, plan)
+        self._look_ahead(budget, room, plan)
         return plan
 
     def check(self) -> None:
@@ -235,19 +245,36 @@ class Batcher:
         plan.slices = [piece for piece in plan.slices if piece.request is not victim]
         return sum(piece.stop - piece.start for piece in undone)
 
-    def _admit(self, budget: int, room: Room, plan: Plan) -> None:
-        """Let waiting requests in, in order; where the next does not fit, nobody overtakes it. Changes: as `plan`."""
+    def _look_ahead(self, budget: int, room: Room, plan: Plan) -> None:
+        """Give decoding rows drafts out of what is left: guesses take no token's place and no page that is needed.
+
+        Changes: as `plan`.
+        """
+        for at, piece in enumerate(plan.slices):
+            if not budget:
+                return
+            if piece.phase is Phase.DECODE and piece.stop == piece.request.num_committed:
+                num_drafts = room.look_ahead(piece.request, budget)
+                if num_drafts:
+                    plan.slices[at] = piece._replace(num_drafts=num_drafts)
+                    budget -= num_drafts
+
+    def _admit(self, budget: int, room: Room, plan: Plan) -> int:
+        """Let waiting requests in, in order; where the next does not fit, nobody overtakes it. Changes: as `plan`.
+
+        Returns the budget that is left.
+        """
         if not budget or len(self.running) >= self.max_running:
-            return
+            return budget
         # Those let in keep what they need to be read to the end, and one page each for the tokens to come.
         spare = sum(room.missing(request, request.num_committed + 1) for request, _ in self.running.values())
         spare += len(self.running)
         for request in self._in_order(room):
             if not budget or len(self.running) >= self.max_running:
-                return
+                return budget
             entry = room.admit(request, spare)
             if entry is Entry.FULL:
-                return
+                return budget
             if entry is Entry.LATER:
                 continue
             self._let_in(request, plan)
@@ -258,6 +285,7 @@ class Batcher:
             plan.slices.append(Slice(request, start, stop, Phase.PREFILL))
             spare += room.missing(request, request.num_committed + 1) + 1
             budget -= stop - start
+        return budget
 
     def _in_order(self, room: Room) -> list[Asked]:
         """The waiting requests, in the order in which they are to be let in."""

@@ -19,18 +19,32 @@ from minserve.model.config import LINEAR, ModelConfig
 from minserve.model.implementations import Implementation
 
 
+def without_first(
+    out: Float[Tensor, "tokens heads head_dim"], lse: Float[Tensor, "tokens heads"]
+) -> Float[Tensor, "tokens heads head_dim"]:
+    """Take the first position out of an attention whose key and value there are zeros.
+
+    Zeros score 0, so the position has put e^0 = 1 into the sum under the softmax, and nothing above it: the sum is
+    e^lse where e^lse - 1 is wanted.
+    """
+    share = -torch.expm1(-lse)  # 1 - e^-lse
+    return out / share.clamp(min=torch.finfo(share.dtype).tiny).to(out.dtype)[..., None]
+
+
 @dataclass(frozen=True)
 class RowParts:
     """The parts of some rows that the DeltaNet layers run together, so that the states after them can be kept.
 
     Fields: `rows` which; `tokens` where in the packing their tokens are; `row_starts` where each part begins in these,
-    and the end; `state_write` the slot of the state after each.
+    and the end; `state_write` the slot of the state after each; `every_state`, whether a state is kept after each of
+    its tokens: then there is a slot for each.
     """
 
     rows: Int[Tensor, " part_rows"]
     tokens: Int[Tensor, " part_tokens"]
     row_starts: Int[Tensor, " part_rows_plus_1"]
-    state_write: Int[Tensor, " part_rows"]
+    state_write: Int[Tensor, " part_states"]
+    every_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,7 +60,7 @@ class Places:
     """Where the rows of a step keep what they remember.
 
     Fields: `page_tables` the pages of each row, -1 beyond its last; `context_lens` its tokens after this step;
-    `state_read` the slot that it continues from, -1 at its beginning; `state_write` the slot that gets its new state;
+    `state_read` the slot that it continues from, -1 at its beginning; `state_write` the slot that gets its last state;
     `slots` where in the pages each packed token goes; `shared` which rows begin with the same pages;
     `parts` what the DeltaNet layers run one after the other, where states inside rows are to be kept; else nothing.
     """
@@ -69,11 +83,15 @@ class CacheMemory:
         implementation: the functions that work on them.
         share_reads_from: positions that must be saved for rows to read the pages that they share together.
         dtype, device: the model's. States are float32, or float64 with a float64 model.
+        with_head: keep what the draft head needs, too: its keys and values, and the model's last output per slot.
+    Attributes:
+        hidden: with the head, by slot, h of the last token that the state in it has seen; else None.
+        head_layer: with the head, the number of its layer; else None.
     """
 
     def __init__(
         self, config: ModelConfig, sizes: CacheSizes, implementation: Implementation, share_reads_from: int = 4096,
-        dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", with_head: bool = False,
     ):  # fmt: skip
         self.config, self.implementation, self.page_size = config, implementation, sizes.page_size
         self.share_reads_from = share_reads_from
@@ -83,7 +101,11 @@ class CacheMemory:
         tails = (sizes.num_slots, config.linear_conv_kernel_dim - 1, config.conv_channels)
         heads = (config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
         states = (sizes.num_slots, *heads)
-        attention = [i for i in range(config.num_hidden_layers) if i not in linear]
+        attention = [i for i in range(config.num_hidden_layers + with_head) if i not in linear]
+        self.head_layer = config.num_hidden_layers if with_head else None
+        self.hidden = None
+        if with_head:
+            self.hidden = torch.zeros(sizes.num_slots, config.hidden_size, dtype=dtype, device=device)
 
         def pool(layers: list[int], shape: tuple[int, ...], of: torch.dtype) -> dict[int, Tensor]:
             return {i: torch.zeros(shape, dtype=of, device=device) for i in layers}
@@ -116,7 +138,7 @@ class StepMemory:
         self._read = places.state_read.clamp(min=0)
         self._groups = self._group_rows(memory)
         # Outputs come part by part; this brings them back into the packing's order.
-        self._order = torch.cat([part.tokens for part in places.parts]).argsort() if places.parts else None
+        self._order = torch.cat([part.tokens for part in places.parts]).argsort() if len(places.parts) > 1 else None
         self._begins = (places.state_read == EMPTY).nonzero().flatten()
 
     def attend(
@@ -130,6 +152,8 @@ class StepMemory:
         k_pages, v_pages, places = self._pools.k_pages[layer], self._pools.v_pages[layer], self._places
         self._run.write_pages(k, v, k_pages, v_pages, places.slots)
         rows = (places.page_tables, self._row_starts, places.context_lens)
+        if layer == self._pools.head_layer:
+            return without_first(*self._run.paged_attention(q, k_pages, v_pages, *rows))
         if self._groups is None:
             return self._run.paged_attention(q, k_pages, v_pages, *rows)[0]
         (together, sharing), (apart, others) = self._groups
@@ -163,7 +187,11 @@ class StepMemory:
     ) -> Float[Tensor, "tokens channels"]:
         """Convolve each row on from its tail. Changes: this layer's written slots."""
         tails = self._pools.tails[layer]
-        return self._run_rows(lambda tail, starts, x: self._run.conv_tail_ragged(x, weight, tail, starts), tails, x)
+
+        def run(tail: Tensor, row_starts: Tensor, x: Tensor, every_state: bool = False) -> tuple[Tensor, Tensor]:
+            return self._run.conv_tail_ragged(x, weight, tail, row_starts, every_tail=every_state)
+
+        return self._run_rows(run, tails, x)
 
     def recur(
         self,
@@ -177,10 +205,19 @@ class StepMemory:
         """Run the gated delta rule on each row from its state. Changes: this layer's written slots."""
         states = self._pools.states[layer]
 
-        def run(state: Tensor, row_starts: Tensor, *tokens: Tensor) -> tuple[Tensor, Tensor]:
-            return self._run.gated_delta_ragged(*tokens, state, row_starts)
+        def run(state: Tensor, row_starts: Tensor, *tokens: Tensor, **every: bool) -> tuple[Tensor, Tensor]:
+            return self._run.gated_delta_ragged(*tokens, state, row_starts, **every)
 
         return self._run_rows(run, states, q, k, v, g, beta)
+
+    def keep_hidden(self, hidden: Float[Tensor, "tokens hidden"]) -> None:
+        """Keep the model's output behind every state that is kept, for the draft head. Changes: the pool's outputs."""
+        pool, last = self._pools.hidden, self._row_starts[1:] - 1
+        if not self._places.parts:
+            pool.index_copy_(0, self._places.state_write, hidden[last])
+        for part in self._places.parts:
+            at = part.tokens if part.every_state else part.tokens[part.row_starts[1:] - 1]
+            pool.index_copy_(0, part.state_write, hidden[at])
 
     def _run_rows(self, run: Callable, pool: Float[Tensor, "slots ..."], *tokens: Tensor) -> Tensor:
         """Run every row from its state, in parts where the states between them are kept. Changes: the pool's slots."""
@@ -189,13 +226,16 @@ class StepMemory:
             out, new = run(before, self._row_starts, *tokens)
             pool.index_copy_(0, self._places.state_write, new)
             return out
-        outs = []
+        outs, is_all = [], len(self._places.parts) == 1  # then its tokens and rows are all, in order
         for part in self._places.parts:
-            out, new = run(before[part.rows], part.row_starts, *(x[part.tokens] for x in tokens))
-            before.index_copy_(0, part.rows, new)
+            mine = tokens if is_all else [x[part.tokens] for x in tokens]
+            states = before if is_all else before[part.rows]
+            out, new = run(states, part.row_starts, *mine, **({"every_state": True} if part.every_state else {}))
+            if not part.every_state:
+                before.index_copy_(0, part.rows, new)
             pool.index_copy_(0, part.state_write, new)
             outs.append(out)
-        return torch.cat(outs)[self._order]
+        return outs[0] if is_all else torch.cat(outs)[self._order]
 
     def _of_rows(self, pool: Float[Tensor, "slots ..."]) -> Float[Tensor, "rows ..."]:
         """The states that the rows continue from: zeros for a row that begins, whatever its slot number holds."""

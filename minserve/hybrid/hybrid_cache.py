@@ -19,6 +19,7 @@ from itertools import chain
 
 from minserve.deltanet.state_pool import EMPTY, StateError, StatePool
 from minserve.engine_config import CacheSizes
+from minserve.hybrid.draft_entries import DraftEntries
 from minserve.hybrid.prefixes import Hit, Prefixes
 from minserve.hybrid.snapshots import Snapshots
 from minserve.hybrid.ticket import Ticket
@@ -43,6 +44,7 @@ class HybridCache:
         allocator: the pool of pages.
         tree, snapshots: pages and states that are kept for others; no snapshots for a model without states.
         prefixes: where running requests stand in them.
+        entries: which of the draft head's keys and values the pages hold.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class HybridCache:
         self.prefixes = Prefixes(
             self.tree, self.snapshots, sizes.page_size, snapshot_every, parts.match_hybrid, prefix_cache
         )
+        self.entries = DraftEntries(sizes.num_pages, sizes.page_size)
         self.tables: dict[Hashable, PageTable] = {}
         self.slot_of: dict[Hashable, int] = {}
 
@@ -72,9 +75,13 @@ class HybridCache:
         """The requests that hold anything."""
         return {*self.tables, *self.slot_of} | self.prefixes.holders
 
-    def open(self, waiting: Sequence[Request] = ()) -> Ticket:
-        """A ticket for the next step, with nothing on it; for a step into which some of `waiting` may be let."""
-        return Ticket(self, waiting)
+    def open(self, waiting: Sequence[Request] = (), wanted: Callable[[Request], int] | None = None) -> Ticket:
+        """A ticket for the next step, with nothing on it; for a step into which some of `waiting` may be let.
+
+        Arguments:
+            wanted: how many drafts a request wants; none unless given.
+        """
+        return Ticket(self, waiting, wanted)
 
     def pages_needed(self, num_tokens: int) -> int:
         """How many pages so many tokens of one request take."""
@@ -99,7 +106,7 @@ class HybridCache:
             return bool(hit.num_tokens and not self.tables) and self.admit(request, self.prefixes.miss(request), 0)
         self.tables[request.id] = table
         if len(cached) > num_full:
-            self._copy_page(cached[-1], table.pages[-1])
+            self._copy(cached[-1], table.pages[-1], hit.num_tokens)
         if slot != EMPTY:
             self.states.share(slot)
             self.slot_of[request.id] = slot
@@ -108,7 +115,8 @@ class HybridCache:
 
     def grow(self, table: PageTable, stop: int) -> bool:
         """Give a table pages up to token `stop`, evicting what is needed. Changes: this cache; or nothing: False."""
-        missing = self.pages_needed(stop) - len(table.pages)
+        num_before = len(table.pages)
+        missing = self.pages_needed(stop) - num_before
         if missing > self.num_takeable and [*self.tables.values()] == [table]:
             # A path holds a page twice where somebody went on from the middle of it. The only one here needs no path.
             self.prefixes.let_go(next(iter(self.tables)))
@@ -116,7 +124,10 @@ class HybridCache:
             return False
         if missing > self.allocator.num_free:
             self.prefixes.evict(missing - self.allocator.num_free)
-        return table.grow(stop)
+        if not table.grow(stop):
+            return False
+        self.entries.clear(table.pages[num_before:])
+        return True
 
     def commit(self, ticket: Ticket, request: Request, publish: bool = False) -> None:
         """Make what the ticket holds for a request its own, after `request.commit`, and keep what others may want.
@@ -125,16 +136,19 @@ class HybridCache:
             publish: add its tokens to the tree even where its state is not to be kept.
         Changes: this cache, the ticket.
         """
-        slot, kept, is_kept = ticket.settle(request)
+        slot, kept, is_kept, unused = ticket.settle(request)
         self.states.stamp(slot, request.num_computed)
         old = self.slot_of.get(request.id)
         self.slot_of[request.id] = slot
         if old is not None:
-            self.states.release(old)
+            unused.append(old)
         for num_tokens, at in kept:
             self.states.stamp(at, num_tokens)
             self._publish(request, num_tokens, at)
+            unused.append(at)
+        for at in unused:
             self.states.release(at)
+        self.tables[request.id].shrink(request.num_computed)
         if publish or is_kept:
             self._publish(request, request.num_computed, slot if is_kept else None)
 
@@ -152,7 +166,7 @@ class HybridCache:
             return False
         self.tables[child.id], copies = forked
         for source, target in copies:
-            self._copy_page(source, target)
+            self._copy(source, target, request.num_computed)
         self.slot_of[child.id] = self.slot_of[request.id]
         self.states.share(self.slot_of[child.id])
         self.prefixes.fork(request, child)
@@ -215,10 +229,16 @@ class HybridCache:
         if self.prefixes.holders != {*self.tables}:
             raise PageError(f"requests {self.prefixes.holders} have a place in the tree, and {[*self.tables]} pages")
 
+    def _copy(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy the page on which somebody's first `num_tokens` tokens end. Changes: the target page."""
+        self._copy_page(source, target)
+        self.entries.copy(source, target, num_tokens % self.page_size)
+
     def _publish(self, request: Request, num_tokens: int, slot: int | None) -> None:
         """Add a request's first tokens to the tree, and give up pages that the tree has, too. Changes: this cache."""
         if not self.prefixes.enabled:
             return
         table = self.tables[request.id]
         pages = self.prefixes.publish(request, num_tokens, table.pages[: self.pages_needed(num_tokens)], slot)
-        table.adopt(0, pages[: num_tokens // self.page_size])
+        if table.adopt(0, pages[: num_tokens // self.page_size]):
+            self.entries.count_again(table)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from minserve.hybrid.cache_memory import Places, RowParts, SharedPages
 from minserve.hybrid.hybrid_cache import HybridCache
 from minserve.hybrid.ticket import Ticket
 from minserve.model.step import Step
+from minserve.request import Request
+
+NO_DRAFTS: Mapping[Hashable, Sequence[int]] = MappingProxyType({})
 
 
 def wants_token(piece: Slice) -> bool:
@@ -55,44 +59,56 @@ def find_shared_pages(tables: np.ndarray, starts: np.ndarray, page_size: int) ->
 
 
 def pack(
-    slices: Sequence[Slice], ticket: Ticket, cache: HybridCache, device: str | torch.device = "cpu"
-) -> tuple[Step, Places]:
+    slices: Sequence[Slice], ticket: Ticket, cache: HybridCache, device: str | torch.device = "cpu",
+    drafts: Mapping[Hashable, Sequence[int]] = NO_DRAFTS,
+) -> tuple[Step, Places]:  # fmt: skip
     """The step and the places of a plan's slices, row by row in their order.
 
-    Logits are wanted for the last token of each slice that `wants_token`, and for all of one that `scores_prompt`.
+    Logits are wanted for the last token of each slice that `wants_token` and for its drafts, and for all of one that
+    `scores_prompt`.
 
     Arguments:
         slices: at least one; their pages and slots are on the ticket.
         ticket: the step's; it takes slots for the states that are to be kept inside slices.
         cache: where the page tables are.
+        drafts: by request id, those of the slices that have some.
     Errors: StateError when a request's state is not the one that its slice continues from.
     """
     starts = np.array([piece.start for piece in slices])
-    stops = np.array([piece.stop for piece in slices])
-    row_starts = np.concatenate([[0], np.cumsum(stops - starts)])
-    row = np.repeat(np.arange(len(slices)), stops - starts)
+    lengths = np.array([piece.num_tokens for piece in slices])
+    row_starts = np.concatenate([[0], np.cumsum(lengths)])
+    row = np.repeat(np.arange(len(slices)), lengths)
     positions = np.arange(row_starts[-1]) - row_starts[row] + starts[row]
-    tokens = list(chain.from_iterable(piece.request.tokens[piece.start : piece.stop] for piece in slices))
-    tables = _page_tables(slices, cache)
-    slots = tables[row, positions // cache.page_size] * cache.page_size + positions % cache.page_size
-    chosen: list[int] = []
+    tokens: list[int] = []
+    for piece in slices:
+        tokens += piece.request.tokens[piece.start : piece.stop]
+        tokens += drafts[piece.request.id] if piece.num_drafts else ()
+    tables = page_tables([piece.request for piece in slices], cache)
+    slots = page_slots(tables, row, positions, cache.page_size)
     bounds = row_starts.tolist()
+    for piece in slices:
+        ticket.keep_states(piece.request, piece.stop + piece.num_drafts)
+    read = [ticket.state_read(piece.request) for piece in slices]
+    write = [ticket.state_write[piece.request.id][-1] for piece in slices]
+    tensors = [
+        torch.as_tensor(np.asarray(values, dtype=np.int64), device=device)
+        for values in (tokens, positions, row_starts, _chosen(slices, bounds), tables, starts + lengths, read, write,
+                       slots)
+    ]  # fmt: skip
+    sharing, num_pages = find_shared_pages(tables, starts, cache.page_size)
+    shared = SharedPages(torch.as_tensor(sharing, device=device), num_pages)
+    return Step(*tensors[:4]), Places(*tensors[4:], shared, _parts(slices, ticket, bounds, device))
+
+
+def _chosen(slices: Sequence[Slice], bounds: list[int]) -> list[int]:
+    """At which packed tokens logits are wanted; row r's begin at bounds[r]."""
+    chosen: list[int] = []
     for piece, begin, end in zip(slices, bounds, bounds[1:], strict=False):
         if scores_prompt(piece):
             chosen += range(begin, end)
         elif wants_token(piece):
-            chosen.append(end - 1)
-    for piece in slices:
-        ticket.keep_states(piece.request, piece.stop)
-    read = [ticket.state_read(piece.request) for piece in slices]
-    write = [ticket.state_write[piece.request.id] for piece in slices]
-    tensors = [
-        torch.as_tensor(np.asarray(values, dtype=np.int64), device=device)
-        for values in (tokens, positions, row_starts, chosen, tables, stops, read, write, slots)
-    ]
-    sharing, num_pages = find_shared_pages(tables, starts, cache.page_size)
-    shared = SharedPages(torch.as_tensor(sharing, device=device), num_pages)
-    return Step(*tensors[:4]), Places(*tensors[4:], shared, _parts(slices, ticket, bounds, device))
+            chosen += range(end - 1 - piece.num_drafts, end)
+    return chosen
 
 
 def _parts(
@@ -103,36 +119,53 @@ def _parts(
         row 0     |-----------8----------16--|        parts  [0, 8)  [8, 16)  [16, 19)
         row 1     |--------------|                            [0, 10)
 
-    Nothing where no row passes one.
+    Rows with drafts are a part of their own, of which every state is kept. Nothing where no row passes one.
     """
-    if not ticket.state_between:
+    if not (ticket.state_between or any(piece.num_drafts for piece in slices)):
         return ()
-    cuts = []
-    for piece, begin in zip(slices, bounds, strict=False):
-        between = ticket.state_between.get(piece.request.id, ())
-        ends = [*between, (piece.stop, ticket.state_write[piece.request.id])]
-        starts = [piece.start, *(stop for stop, _ in between)]
-        cuts.append(
-            [
-                (begin + a - piece.start, begin + b - piece.start, slot)
-                for a, (b, slot) in zip(starts, ends, strict=True)
-            ]
-        )
+    # A row that has a slot for the state after each of its tokens: with drafts, or decoding without.
+    every = [row for row, p in enumerate(slices) if len(ticket.state_write[p.request.id]) == p.num_tokens]
+    cuts = {}
+    for row, (piece, begin) in enumerate(zip(slices, bounds, strict=False)):
+        slots = ticket.state_write[piece.request.id]
+        ends = [*ticket.state_between.get(piece.request.id, ()), (piece.stop, slots[-1])]
+        starts = [piece.start, *(stop for stop, _ in ends)]
+        cuts[row] = [
+            (begin + a - piece.start, begin + b - piece.start, slot)
+            for a, (b, slot) in zip(starts, ends, strict=False)
+        ]  # fmt: skip
     parts = []
-    for number in range(max(map(len, cuts))):
-        rows = [row for row, of_row in enumerate(cuts) if len(of_row) > number]
+    if every:
+        of_every = [(bounds[row], bounds[row + 1], ticket.state_write[slices[row].request.id]) for row in every]
+        parts.append(_part(every, of_every, [slot for *_, slots in of_every for slot in slots], device, True))
+    others = [row for row in cuts if row not in {*every}]
+    for number in range(max((len(cuts[row]) for row in others), default=0)):
+        rows = [row for row in others if len(cuts[row]) > number]
         of_rows = [cuts[row][number] for row in rows]
-        tokens = np.concatenate([np.arange(start, stop) for start, stop, _ in of_rows])
-        row_starts = np.concatenate([[0], np.cumsum([stop - start for start, stop, _ in of_rows])])
-        arrays = (rows, tokens, row_starts, [slot for *_, slot in of_rows])
-        parts.append(RowParts(*(torch.as_tensor(np.asarray(x, dtype=np.int64), device=device) for x in arrays)))
+        parts.append(_part(rows, of_rows, [slot for *_, slot in of_rows], device, False))
     return tuple(parts)
 
 
-def _page_tables(slices: Sequence[Slice], cache: HybridCache) -> np.ndarray:
-    """The page tables of the rows, [rows, pages of the longest]; -1 beyond a row's last page."""
-    tables = [cache.tables[piece.request.id].pages for piece in slices]
+def _part(
+    rows: list[int], of_rows: list[tuple], state_write: list[int], device: str | torch.device, every_state: bool
+) -> RowParts:
+    """A part of some rows: from where to where in the packing each goes, and the slots that get its states."""
+    tokens = np.concatenate([np.arange(start, stop) for start, stop, _ in of_rows])
+    row_starts = np.concatenate([[0], np.cumsum([stop - start for start, stop, _ in of_rows])])
+    arrays = (rows, tokens, row_starts, state_write)
+    tensors = (torch.as_tensor(np.asarray(x, dtype=np.int64), device=device) for x in arrays)
+    return RowParts(*tensors, every_state)
+
+
+def page_tables(requests: Sequence[Request], cache: HybridCache) -> np.ndarray:
+    """The page tables of requests, [rows, pages of the longest]; -1 beyond a row's last page."""
+    tables = [cache.tables[request.id].pages for request in requests]
     counts = np.array([len(pages) for pages in tables])
     filled = np.full((len(tables), counts.max()), -1)
     filled[np.arange(counts.max()) < counts[:, None]] = np.fromiter(chain.from_iterable(tables), np.int64, counts.sum())
     return filled
+
+
+def page_slots(tables: np.ndarray, rows: np.ndarray, positions: np.ndarray, page_size: int) -> np.ndarray:
+    """Where in a pool of pages the tokens at these positions of these rows are."""
+    return tables[rows, positions // page_size] * page_size + positions % page_size

@@ -151,7 +151,8 @@ class Prefixes:
         while point is not None and point <= stop:
             points.append(point)
             point = next_snapshot(point, request.num_committed, self._page_size, self._every, branches)
-        return points
+        behind = range(request.num_committed + 1, stop + 1)  # drafts, if they are kept
+        return points + [count for count in behind if count % self._every == 0]
 
     def publish(self, request: Request, num_tokens: int, pages: Sequence[int], slot: int | None) -> list[int]:
         """Add a request's first tokens, computed and committed, and the state after them unless slot is None.

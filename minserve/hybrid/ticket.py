@@ -6,8 +6,8 @@ goes wrong in between, the model's error or a client who leaves, `undo` returns 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from minserve.batching.batcher import Entry
 from minserve.request import Request
@@ -18,20 +18,40 @@ if TYPE_CHECKING:
 MOST_STATES = 8  # kept inside one slice: each is a pass more over the DeltaNet layers
 
 
+class Settled(NamedTuple):
+    """What a step leaves to a request.
+
+    Fields: `slot` of its state; `kept`, (count, slot) of each state before that one which others shall find; `is_kept`,
+    whether they shall find the last one; `unused`, slots of states that nobody needs.
+    """
+
+    slot: int
+    kept: list[tuple[int, int]]
+    is_kept: bool
+    unused: list[int]
+
+
 class Ticket:
     """What one step holds; the room that the batcher plans in. Made by `HybridCache.open`.
 
+    Arguments:
+        cache: where all is taken from.
+        waiting: requests that may be let in.
+        wanted: how many drafts a request wants.
     Attributes:
-        state_write: per request, the slot that gets its state after this step.
+        state_write: per request, the slots that get its states: after its last known token, and after each draft.
         state_between: per request, slots for states that are to be kept inside its slice, by count of tokens, in order.
     """
 
-    def __init__(self, cache: HybridCache, waiting: Sequence[Request] = ()):
-        self.state_write: dict[Hashable, int] = {}
-        self._cache, self._waiting = cache, waiting
+    def __init__(
+        self, cache: HybridCache, waiting: Sequence[Request] = (), wanted: Callable[[Request], int] | None = None
+    ):
+        self.state_write: dict[Hashable, list[int]] = {}
+        self._cache, self._waiting, self._wanted = cache, waiting, wanted
+        self._stop: dict[Hashable, int] = {}  # tokens known: the first slot of state_write is for these
         self.state_between: dict[Hashable, list[tuple[int, int]]] = {}
         self._room_before: dict[Hashable, int] = {}
-        self._kept: set[Hashable] = set()
+        self._points: dict[Hashable, list[int]] = {}  # after these counts others shall find the state
 
     @property
     def free_pages(self) -> int:
@@ -75,20 +95,35 @@ class Ticket:
                 return False
             self._room_before.setdefault(request.id, before)
         if needs_slot:
-            self.state_write[request.id] = states.take()
+            self.state_write[request.id] = [states.take()]
+        self._stop[request.id] = stop
         return True
 
-    def keep_states(self, request: Request, stop: int) -> None:
-        """Take slots for the states that a slice up to `stop` passes and others may want, as far as there are any.
+    def look_ahead(self, request: Request, most: int) -> int:
+        """Take pages and slots for drafts behind a slice, as many as are wanted and there are; how many.
 
-        After all of a step's slices are planned. The last ones go first: they save the most. Changes: the cache.
+        Changes: the cache.
         """
-        points = self._cache.prefixes.points(request, stop)
-        if stop in points:
-            self._kept.add(request.id)
-            points.remove(stop)
+        num_drafts = min(most, self._wanted(request) if self._wanted else 0, self._cache.states.num_free)
+        table, stop = self._cache.tables[request.id], self._stop[request.id]
+        room = table.capacity - stop + self._cache.num_takeable * self.page_size
+        num_drafts = max(0, min(num_drafts, room))
+        if stop + num_drafts > table.capacity:
+            self._room_before.setdefault(request.id, table.capacity)
+            self._cache.grow(table, stop + num_drafts)
+        self.state_write[request.id] += [self._cache.states.take() for _ in range(num_drafts)]
+        return num_drafts
+
+    def keep_states(self, request: Request, stop: int) -> None:
+        """Note which states that a slice up to `stop` passes others may want; take slots for them, as far as there are.
+
+        After all of a step's slices are planned. The last ones go first: they save the most. Behind the tokens that
+        are known every state has a slot already. Changes: the cache.
+        """
+        points = self._points[request.id] = self._cache.prefixes.points(request, stop)
+        inside = [point for point in points if point < self._stop[request.id]]
         taken = []
-        for point in reversed(points[-MOST_STATES:]):
+        for point in reversed(inside[-MOST_STATES:]):
             slot = self._cache.take_for_snapshot()
             if slot is None:
                 break
@@ -120,15 +155,15 @@ class Ticket:
         """
         return self._cache.state_of(request)
 
-    def settle(self, request: Request) -> tuple[int, list[tuple[int, int]], bool]:
-        """Leave to a request what this step took for it.
-
-        Returns the slot of its state; (count, slot) of each state inside the slice that others shall find; and whether
-        they shall find the last one. Changes: the ticket.
-        """
+    def settle(self, request: Request) -> Settled:
+        """Leave to a request what this step took for it, as far as its count has come. Changes: the ticket."""
         self._room_before.pop(request.id, None)
-        between = self.state_between.pop(request.id, [])
-        return self.state_write.pop(request.id), between, request.id in self._kept
+        slots, stop = self.state_write.pop(request.id), self._stop.pop(request.id)
+        kept, points = self.state_between.pop(request.id, []), self._points.pop(request.id, ())
+        last = request.num_computed - stop
+        kept += [(stop + at, slot) for at, slot in enumerate(slots[:last]) if stop + at in points]
+        unused = [slot for at, slot in enumerate(slots) if at > last or (at < last and stop + at not in points)]
+        return Settled(slots[last], kept, request.num_computed in points, unused)
 
     def __enter__(self) -> Ticket:
         """The ticket itself."""
@@ -161,7 +196,6 @@ class Ticket:
     def _give_back_slots(self, request_id: Hashable) -> None:
         """Give back the slots that this step took for a request. Changes: the cache."""
         slots = [slot for _, slot in self.state_between.pop(request_id, ())]
-        if request_id in self.state_write:
-            slots.append(self.state_write.pop(request_id))
+        slots += self.state_write.pop(request_id, ())
         for slot in slots:
             self._cache.states.release(slot)

@@ -15,6 +15,7 @@ from minserve.errors import InvalidValue
 from minserve.experts.expert_mix import expert_mix, expert_mix_dense
 from minserve.paging.paged_attention import paged_attention, write_pages
 from minserve.radix.shared_prefix_attention import shared_prefix_attention
+from minserve.speculation.verify import verify
 
 IMPLEMENTATIONS = ("torch", "triton", "train")
 
@@ -28,6 +29,7 @@ class Implementation(NamedTuple):
     shared_prefix_attention: Callable
     conv_tail_ragged: Callable
     gated_delta_ragged: Callable
+    verify: Callable
 
 
 def choose_implementation(impl: str) -> Implementation:
@@ -36,7 +38,7 @@ def choose_implementation(impl: str) -> Implementation:
     Errors: InvalidValue for an unknown name; MissingRequirement for "triton" where that is not installed.
     """
     reference = Implementation(
-        expert_mix, write_pages, paged_attention, shared_prefix_attention, conv_tail_ragged, gated_delta_ragged
+        expert_mix, write_pages, paged_attention, shared_prefix_attention, conv_tail_ragged, gated_delta_ragged, verify
     )
     if impl == "torch":
         return reference
@@ -46,6 +48,7 @@ def choose_implementation(impl: str) -> Implementation:
         from minserve.deltanet import conv_tail_triton, gated_delta_triton
         from minserve.paging import paged_attention_triton as paging
         from minserve.radix import shared_prefix_attention_triton as radix
+        from minserve.speculation import verify_triton
 
         return reference._replace(
             write_pages=paging.write_pages,
@@ -53,5 +56,6 @@ def choose_implementation(impl: str) -> Implementation:
             shared_prefix_attention=radix.shared_prefix_attention,
             conv_tail_ragged=conv_tail_triton.conv_tail_ragged,
             gated_delta_ragged=gated_delta_triton.gated_delta_ragged,
+            verify=verify_triton.verify,
         )
     raise InvalidValue("impl", impl, "one of " + ", ".join(IMPLEMENTATIONS), "EngineConfig.impl")

@@ -57,7 +57,7 @@ def balance_loss(routing: Routing) -> Float[Tensor, ""]:
 
 
 def losses(model: HybridLM, rows: Int[Tensor, "rows t"], deep: bool) -> dict[str, Tensor]:
-    """All losses of a batch in nats: main, MTP at depth 1 and (when `deep`) 2, balance, router."""
+    """All losses of a batch in nats: main, MTP at depth 1 and (when `deep`) 2, and of a sparse model balance and router."""
     num_rows, row_tokens = rows.shape[0], rows.shape[1] - 3
     positions, every = torch.arange(row_tokens).repeat(num_rows), torch.arange(num_rows * row_tokens)
     starts = torch.arange(num_rows + 1) * row_tokens
@@ -77,6 +77,7 @@ def losses(model: HybridLM, rows: Int[Tensor, "rows t"], deep: bool) -> dict[str
         logits = model.logits(hidden)
         parts[f"mtp{depth}"] = F.cross_entropy(widen(logits), targets)
         routings += [routing] if depth == 1 else []
-    parts["balance"] = sum(balance_loss(r) for r in routings) / len(routings)
-    parts["router"] = sum(widen(r.logits).logsumexp(-1).square().mean() for r in routings) / len(routings)
+    if model.config.is_moe:
+        parts["balance"] = sum(balance_loss(r) for r in routings) / len(routings)
+        parts["router"] = sum(widen(r.logits).logsumexp(-1).square().mean() for r in routings) / len(routings)
     return parts

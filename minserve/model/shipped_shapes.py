@@ -1,4 +1,4 @@
-"""The shapes of the two models that ship, in the family's own terms."""
+"""The shapes of the models that ship, in the family's own terms."""
 
 from __future__ import annotations
 
@@ -26,9 +26,19 @@ def tiny_attention_config() -> ModelConfig:
     )  # fmt: skip
 
 
+def tiny_draft_config() -> ModelConfig:
+    """The smallest one, two dense layers: it drafts for the hybrid model, whose vocabulary it has."""
+    return ModelConfig(
+        vocab_size=264, hidden_size=128, num_hidden_layers=2, layer_types=(LINEAR, FULL), num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=32,
+        linear_value_head_dim=64, intermediate_size=320, rope_theta=10_000.0, max_position_embeddings=8192,
+        eos_token_ids=(256, 258),
+    )  # fmt: skip
+
+
 def shape(name: str) -> ModelConfig:
     """The configuration of a model that ships, by its folder's name."""
-    shapes = {"tiny": tiny_config, "tiny_attention": tiny_attention_config}
+    shapes = {"tiny": tiny_config, "tiny_attention": tiny_attention_config, "tiny_draft": tiny_draft_config}
     if name not in shapes:
         raise InvalidValue("shape", name, "one of " + ", ".join(shapes))
     return shapes[name]()

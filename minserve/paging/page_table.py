@@ -173,16 +173,18 @@ class PageTable:
         self._allocator.share(pages)
         self.pages += pages
 
-    def adopt(self, start: int, pages: Sequence[int]) -> None:
+    def adopt(self, start: int, pages: Sequence[int]) -> bool:
         """Refer to pages of the same contents instead of the own ones from index `start` on, which are given back.
 
-        Changes: the table and the allocator.
+        Returns whether any of them is another. Changes: the table and the allocator.
         """
         stop = start + len(pages)
-        if self.pages[start:stop] != [*pages]:
-            self._allocator.share(pages)
-            self._allocator.release(self.pages[start:stop])
-            self.pages[start:stop] = pages
+        if self.pages[start:stop] == [*pages]:
+            return False
+        self._allocator.share(pages)
+        self._allocator.release(self.pages[start:stop])
+        self.pages[start:stop] = pages
+        return True
 
     def slots(self, start: int, stop: int) -> list[int]:
         """Where in the pool the tokens at positions start .. stop - 1 lie."""

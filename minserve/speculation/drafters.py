@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Float
+from torch import Tensor
 
 from minserve.errors import InvalidValue
 
@@ -35,6 +37,24 @@ class Drafter(Protocol):
             tokens: the request's, prompt and output; not changed.
             most: how many drafts are wanted at most, >= 0.
         Returns up to `most` token ids; none where the drafter has no idea, which costs the step nothing.
+        """
+        ...
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """What knows how likely each token is to come next: a model. The engine draws its drafts itself.
+
+    So it knows what they were drawn from, after the request's own temperature and filters. Its answer, too, is a
+    function of what it is asked; what it remembers is for speed alone.
+    """
+
+    def logits(self, contexts: Sequence[Sequence[int]]) -> Float[Tensor, "rows vocab"]:
+        """Score the tokens that may follow.
+
+        Arguments:
+            contexts: of each row, the request's tokens and the drafts so far, at least one; not changed.
+        Returns a score for each token of the vocabulary of the model that verifies, in that model's order.
         """
         ...
 

@@ -1,0 +1,172 @@
+"""Drafting: who guesses, how many guesses a step verifies, and what became of them.
+
+    plan      how many drafts pay, from what was accepted lately and from what steps cost
+    propose   the drafts, when the step's slices are known
+    (the engine runs the model over known tokens and drafts, and verifies)
+    follow    the MTP head sees what the step has left for good
+    learn     acceptance and prices
+
+Drafts live within one step. They never enter a request, so nothing has to forget them when one is put back or aborted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from minserve.batching.batcher import Phase, Slice
+from minserve.choosing import Chosen
+from minserve.clock import Clock
+from minserve.draft_rows import DraftRow
+from minserve.engine_config import EngineConfig
+from minserve.errors import InvalidValue
+from minserve.mtp_drafts import MTPDrafts
+from minserve.request import Request
+from minserve.sampling import Stream, choose, filter_probs, penalized, uniform
+from minserve.speculation.depth import Acceptance, best_depth
+from minserve.speculation.drafters import Drafter, NGramDrafter, Scorer
+from minserve.step_costs import Costs, MeasuredCosts
+
+
+class Drafting:
+    """Makes the drafts of an engine's steps.
+
+    Arguments:
+        config: the engine's.
+        vocab_size: of the model that verifies.
+        clock: the engine's.
+        head: runs the MTP head, where that drafts.
+    Attributes:
+        depth: the most drafts of a row in this step, as planned.
+        acceptance: how often drafts were accepted, by depth.
+        costs: what steps and drafts cost.
+    """
+
+    def __init__(self, config: EngineConfig, vocab_size: int, clock: Clock, head: MTPDrafts | None = None):
+        self._config, self._vocab_size, self._clock, self._head = config, vocab_size, clock, head
+        self._drafter = NGramDrafter() if config.draft == "ngram" else config.draft
+        self._looks_up = isinstance(self._drafter, Drafter)
+        self.is_on = self._looks_up or isinstance(self._drafter, Scorer) or head is not None
+        most = config.draft_tokens if self.is_on else 0
+        self.acceptance = Acceptance(most)
+        self.depth = most
+        self.costs: Costs = config.step_costs or MeasuredCosts()
+        self._is_measuring = False  # a plain step, so that its price is known
+        self._found: dict[Hashable, list[int]] = {}
+        self._draft_s = 0.0
+
+    def plan(self, running: Sequence[tuple[Request, Phase]]) -> None:
+        """Choose how many drafts pay for those who run now. Changes: the depth."""
+        self._found, self._draft_s = {}, 0.0
+        if not self.is_on:
+            return
+        num_rows = max(1, sum(phase is Phase.DECODE for _, phase in running))
+        self.depth = self._config.draft_tokens
+        self._is_measuring = False
+        if self._config.adapt_drafts:
+            prices = [self.costs.step_s(num_rows * (1 + depth)) for depth in range(self.depth + 1)]
+            self.depth = best_depth(self.acceptance.rates(), prices, self.costs.draft_s(num_rows))
+            unknown = isinstance(self.costs, MeasuredCosts) and self.costs.is_unknown(num_rows)
+            self._is_measuring = self.depth > 0 and unknown
+
+    def wanted(self, request: Request) -> int:
+        """How many drafts a decoding request wants in this step. Changes: drafts that are looked up are remembered."""
+        if not self.is_on:
+            return 0
+        depth = self._config.draft_tokens if has_fixed_depth(request) else 0 if self._is_measuring else self.depth
+        # A step gives a token more than there are drafts, and none beyond the last one that may come.
+        most = min(depth, len(request.prompt_ids) + request.params.max_tokens - request.num_committed - 1)
+        if most <= 0:
+            return 0
+        if self._looks_up:
+            began_s = self._clock.now()
+            found = self._found[request.id] = self._checked(self._drafter.propose(tuple(request.tokens), most), most)
+            self._draft_s += self._clock.now() - began_s
+            return len(found)
+        return most if self._head is None or self._head.can_draft(request) else 0
+
+    def propose(self, slices: Sequence[Slice]) -> list[DraftRow]:
+        """The drafts of the slices that have room for some, in their order. Changes: the head's pages."""
+        rows = [DraftRow(piece.request, piece.num_drafts) for piece in slices if piece.num_drafts]
+        if self._looks_up:
+            for row in rows:
+                row.ids = self._found[row.request.id][: row.num_wanted]
+            return rows
+        began_s = self._clock.now()
+        for depth in range(max((row.num_wanted for row in rows), default=0)):
+            open_rows = [row for row in rows if row.num_wanted > depth]
+            self._draw(open_rows, self._score(open_rows))
+        self._draft_s += self._clock.now() - began_s
+        return rows
+
+    def follow(self, slices: Sequence[Slice], chosen: Chosen, hidden: Float[Tensor, "tokens hidden"] | None) -> None:
+        """Let the MTP head see what a step has left for good, before it is committed. Changes: the head's pages."""
+        if self._head is not None:
+            began_s = self._clock.now()
+            self._head.follow(slices, chosen, hidden, lambda request: self.depth > 0 or has_fixed_depth(request))
+            self._draft_s += self._clock.now() - began_s
+
+    def learn(self, slices: Sequence[Slice], chosen: Chosen, step_s: float) -> None:
+        """Take in what became of a step's drafts, and what it took. Changes: acceptance, prices.
+
+        Arguments:
+            step_s: seconds of the model and of choosing, without drafting.
+        """
+        if not self.is_on:
+            return
+        decoding = [piece for piece in slices if piece.phase is Phase.DECODE]
+        counted = [piece for piece in decoding if piece.request.id in chosen.tokens]
+        self.acceptance.observe((p.num_drafts, chosen.accepted.get(p.request.id, 0)) for p in counted)
+        if isinstance(self.costs, MeasuredCosts) and len(decoding) == len(slices):
+            self.costs.observe_step(sum(piece.num_tokens for piece in slices), step_s)
+            deepest = max(piece.num_drafts for piece in slices)
+            if deepest:
+                self.costs.observe_drafts(len(slices), self._draft_s / deepest)
+
+    def draft_cost_s(self, slices: Sequence[Slice]) -> float:
+        """What a step's drafts cost by a table of prices; 0 where prices are measured."""
+        if isinstance(self.costs, MeasuredCosts):
+            return 0.0
+        deepest = max(piece.num_drafts for piece in slices)
+        counts = (sum(piece.num_drafts > depth for piece in slices) for depth in range(deepest))
+        return sum(map(self.costs.draft_s, counts))
+
+    def _score(self, rows: Sequence[DraftRow]) -> Float[Tensor, "rows vocab"]:
+        """Scores of the token behind each row's drafts. Errors: InvalidValue for a drafter of another vocabulary."""
+        if self._head is not None:
+            return self._head.logits(rows)
+        logits = self._drafter.logits([[*row.request.tokens, *row.ids] for row in rows])
+        if logits.shape != (len(rows), self._vocab_size):
+            limit = f"{(len(rows), self._vocab_size)}, a score for each row and token"
+            raise InvalidValue("logits.shape of the drafter", tuple(logits.shape), limit, "EngineConfig.draft")
+        return logits
+
+    def _draw(self, rows: Sequence[DraftRow], logits: Float[Tensor, "rows vocab"]) -> None:
+        """Add a draft to each row: the likeliest, or one drawn as a plain step would draw it. Changes: the rows."""
+        requests = [row.request for row in rows]
+        logits = penalized(logits, requests, [row.ids for row in rows])
+        if all(request.params.is_greedy for request in requests):
+            for row, token in zip(rows, logits.argmax(-1).tolist(), strict=True):
+                row.ids.append(token)
+            return
+        q = filter_probs(logits, [request.params for request in requests])
+        u = [uniform(row.request.seed, row.request.num_committed + len(row.ids), Stream.DRAFT) for row in rows]
+        for row, token, of_q in zip(rows, choose(q, torch.tensor(u, dtype=torch.float64)).tolist(), q, strict=True):
+            row.ids.append(token)
+            row.q.append(of_q)
+
+    def _checked(self, ids: Sequence[int], most: int) -> list[int]:
+        """Drafts that somebody's object has proposed. Errors: InvalidValue for one that is no token."""
+        for at, token in enumerate(ids):
+            if not 0 <= token < self._vocab_size:
+                limit = f"a token, 0 to {self._vocab_size - 1}"
+                raise InvalidValue(f"propose(...)[{at}]", token, limit, "EngineConfig.draft")
+        return [int(token) for token in ids[:most]]
+
+
+def has_fixed_depth(request: Request) -> bool:
+    """Whether a request is asked for all drafts in each step: which numbers it draws must not depend on others."""
+    return request.params.seed is not None and not request.params.is_greedy

@@ -1,0 +1,111 @@
+"""What a step costs with more or fewer tokens in it, and a draft: measured as the engine goes, or given.
+
+How many drafts pay is a question of prices: those of the machine, the model and the batch. On a sparse model a step
+with four tokens reads up to four times as many experts as one with one; measured times have that in them, and a table
+for a machine that nobody here owns must count it (`minserve.tuning.draft_costs`).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Protocol
+
+ENOUGH = 3  # measurements of a size before it is relied on
+LATEST = 9  # measurements of a size that are remembered
+STALE_AFTER = 512  # steps after which a size that has not been seen is measured again
+
+
+class Costs(Protocol):
+    """Prices, in seconds or in any unit that is the same for both."""
+
+    def step_s(self, num_tokens: int) -> float:
+        """What a step of the model costs with so many tokens, each the newest of its request or a draft."""
+
+    def draft_s(self, num_rows: int) -> float:
+        """What one more draft costs, for each of so many rows together."""
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Prices that are given.
+
+    Fields:
+        step_s: number of tokens -> seconds of a step of the model.
+        draft_s: number of rows -> seconds of one more draft for each of them.
+    """
+
+    step_s: Callable[[int], float]
+    draft_s: Callable[[int], float]
+
+
+class MeasuredCosts:
+    """Prices as they were seen on the engine's clock.
+
+    A size that was seen often enough has the median of the latest times; between two sizes lies a straight line, beyond the outermost
+    ones nothing is known, and their price is taken. `is_unknown` says where a measurement is missing.
+
+    >>> costs = MeasuredCosts()
+    >>> for _ in range(ENOUGH):
+    ...     costs.observe_step(1, 0.004)
+    ...     costs.observe_step(5, 0.006)
+    >>> round(costs.step_s(3), 6), costs.step_s(8), costs.is_unknown(3), costs.is_unknown(8)
+    (0.005, 0.006, False, True)
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[int, _Latest] = {}
+        self._drafts: dict[int, _Latest] = {}
+        self._sizes: list[int] = []  # those seen often enough, in order
+        self._num_steps = 0
+
+    def observe_step(self, num_tokens: int, seconds: float) -> None:
+        """Take in a step's time. Changes: these prices."""
+        self._num_steps += 1
+        latest = self._steps.setdefault(num_tokens, _Latest())
+        latest.add(seconds, self._num_steps)
+        if latest.count == ENOUGH:
+            insort(self._sizes, num_tokens)
+
+    def observe_drafts(self, num_rows: int, seconds: float) -> None:
+        """Take in the time of one draft for each of so many rows. Changes: these prices."""
+        self._drafts.setdefault(num_rows, _Latest()).add(seconds, self._num_steps)
+
+    def is_unknown(self, num_tokens: int) -> bool:
+        """Whether nothing near this size, within a quarter, has been seen often enough and lately."""
+        near = range(math.floor(num_tokens * 0.8), math.ceil(num_tokens * 1.25) + 1)
+        first = bisect_left(self._sizes, near.start)
+        known = (size for size in self._sizes[first:] if size in near)
+        return all(self._num_steps - self._steps[size].last_step > STALE_AFTER for size in known)
+
+    def step_s(self, num_tokens: int) -> float:
+        """See Costs.step_s; 1.0 where nothing has been measured yet."""
+        if not self._sizes:
+            return 1.0
+        at = bisect_left(self._sizes, num_tokens)
+        low, high = self._sizes[max(0, at - 1)], self._sizes[min(at, len(self._sizes) - 1)]
+        share = 0.0 if high == low else min(1.0, max(0.0, (num_tokens - low) / (high - low)))
+        return (1 - share) * self._steps[low].value + share * self._steps[high].value
+
+    def draft_s(self, num_rows: int) -> float:
+        """See Costs.draft_s: that of the number of rows nearest to this one; 0.0 where nothing has been measured."""
+        if not self._drafts:
+            return 0.0
+        return self._drafts[min(self._drafts, key=lambda known: abs(math.log(known / num_rows)))].value
+
+
+class _Latest:
+    """The median of the latest values: one that came between two waits of the machine says nothing."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=LATEST)
+        self.value, self.count, self.last_step = 0.0, 0, 0
+
+    def add(self, value: float, step: int) -> None:
+        """Take in one value. Changes: this median."""
+        self._values.append(value)
+        self.value, self.count, self.last_step = median(self._values), self.count + 1, step
