@@ -18,7 +18,7 @@ class DraftRow:
         request: whose.
         num_wanted: how many are to be made.
         ids: those made so far.
-        q: what each was drawn from; empty where drafts are not drawn.
+        q: what each was drawn from; empty where drafts are not drawn: looked up, or the likeliest of a greedy row.
         hidden: what a draft head made of the last of them.
     """
 
@@ -27,3 +27,8 @@ class DraftRow:
     ids: list[int] = field(default_factory=list)
     q: list[Float[Tensor, " vocab"]] = field(default_factory=list)
     hidden: Float[Tensor, " hidden"] | None = None
+
+    @property
+    def position(self) -> int:
+        """Where in the request the next draft would stand."""
+        return self.request.num_committed + len(self.ids)

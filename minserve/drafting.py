@@ -25,7 +25,8 @@ from minserve.engine_config import EngineConfig
 from minserve.errors import InvalidValue
 from minserve.mtp_drafts import MTPDrafts
 from minserve.request import Request
-from minserve.sampling import Stream, choose, filter_probs, penalized, uniform
+from minserve.sampling import Stream, choose, filter_probs, penalized, uniform, usable_rows
+from minserve.sampling_params import as_ids
 from minserve.speculation.depth import Acceptance, best_depth
 from minserve.speculation.drafters import Drafter, NGramDrafter, Scorer
 from minserve.step_costs import Costs, MeasuredCosts
@@ -59,7 +60,10 @@ class Drafting:
         self._draft_s = 0.0
 
     def plan(self, running: Sequence[tuple[Request, Phase]]) -> None:
-        """Choose how many drafts pay for those who run now. Changes: the depth."""
+        """Choose how many drafts pay for those who run now, and look up those that are looked up.
+
+        Before anything is taken for the step: a drafter that raises leaves nothing half done. Changes: the depth.
+        """
         self._found, self._draft_s = {}, 0.0
         if not self.is_on:
             return
@@ -67,26 +71,31 @@ class Drafting:
         self.depth = self._config.draft_tokens
         self._is_measuring = False
         if self._config.adapt_drafts:
-            prices = [self.costs.step_s(num_rows * (1 + depth)) for depth in range(self.depth + 1)]
+            prices = [self.costs.step_s(num_rows, num_rows * (1 + depth)) for depth in range(self.depth + 1)]
             self.depth = best_depth(self.acceptance.rates(), prices, self.costs.draft_s(num_rows))
             unknown = isinstance(self.costs, MeasuredCosts) and self.costs.is_unknown(num_rows)
             self._is_measuring = self.depth > 0 and unknown
-
-    def wanted(self, request: Request) -> int:
-        """How many drafts a decoding request wants in this step. Changes: drafts that are looked up are remembered."""
-        if not self.is_on:
-            return 0
-        depth = self._config.draft_tokens if has_fixed_depth(request) else 0 if self._is_measuring else self.depth
-        # A step gives a token more than there are drafts, and none beyond the last one that may come.
-        most = min(depth, len(request.prompt_ids) + request.params.max_tokens - request.num_committed - 1)
-        if most <= 0:
-            return 0
         if self._looks_up:
             began_s = self._clock.now()
-            found = self._found[request.id] = self._checked(self._drafter.propose(tuple(request.tokens), most), most)
+            for request, phase in running:
+                most = self._most(request)
+                if phase is Phase.DECODE and most > 0:
+                    self._found[request.id] = self._checked(self._drafter.propose(tuple(request.tokens), most))[:most]
             self._draft_s += self._clock.now() - began_s
-            return len(found)
-        return most if self._head is None or self._head.can_draft(request) else 0
+
+    def wanted(self, request: Request) -> int:
+        """How many drafts a decoding request wants in this step."""
+        if not self.is_on:
+            return 0
+        if self._looks_up:
+            return len(self._found.get(request.id, ()))
+        return self._most(request) if self._head is None or self._head.can_draft(request) else 0
+
+    def _most(self, request: Request) -> int:
+        """How many drafts of a request pay, and can be of use, in this step."""
+        depth = self._config.draft_tokens if has_fixed_depth(request) else 0 if self._is_measuring else self.depth
+        # A step gives a token more than there are drafts, and none beyond the last one that may come.
+        return max(0, min(depth, len(request.prompt_ids) + request.params.max_tokens - request.num_committed - 1))
 
     def propose(self, slices: Sequence[Slice]) -> list[DraftRow]:
         """The drafts of the slices that have room for some, in their order. Changes: the head's pages."""
@@ -137,34 +146,41 @@ class Drafting:
     def _score(self, rows: Sequence[DraftRow]) -> Float[Tensor, "rows vocab"]:
         """Scores of the token behind each row's drafts. Errors: InvalidValue for a drafter of another vocabulary."""
         if self._head is not None:
-            return self._head.logits(rows)
+            logits = self._head.logits(rows)
+            # A head that overflows guesses anything: what it says decides speed alone.
+            return torch.where(usable_rows(logits)[:, None], logits, 0.0)
         logits = self._drafter.logits([[*row.request.tokens, *row.ids] for row in rows])
-        if logits.shape != (len(rows), self._vocab_size):
+        shape = getattr(logits, "shape", None)
+        if shape != (len(rows), self._vocab_size):
             limit = f"{(len(rows), self._vocab_size)}, a score for each row and token"
-            raise InvalidValue("logits.shape of the drafter", tuple(logits.shape), limit, "EngineConfig.draft")
+            raise InvalidValue("logits.shape of the drafter", shape and tuple(shape), limit, "EngineConfig.draft")
+        if not usable_rows(logits).all():
+            limit = "numbers, with a likeliest one in each row"
+            raise InvalidValue("logits of the drafter", "NaN, +inf or all masked", limit, "EngineConfig.draft")
         return logits
 
     def _draw(self, rows: Sequence[DraftRow], logits: Float[Tensor, "rows vocab"]) -> None:
         """Add a draft to each row: the likeliest, or one drawn as a plain step would draw it. Changes: the rows."""
         requests = [row.request for row in rows]
         logits = penalized(logits, requests, [row.ids for row in rows])
-        if all(request.params.is_greedy for request in requests):
-            for row, token in zip(rows, logits.argmax(-1).tolist(), strict=True):
-                row.ids.append(token)
-            return
-        q = filter_probs(logits, [request.params for request in requests])
-        u = [uniform(row.request.seed, row.request.num_committed + len(row.ids), Stream.DRAFT) for row in rows]
-        for row, token, of_q in zip(rows, choose(q, torch.tensor(u, dtype=torch.float64)).tolist(), q, strict=True):
+        sampled = [at for at, request in enumerate(requests) if not request.params.is_greedy]
+        drafts = logits.argmax(-1).tolist() if len(sampled) < len(rows) else [0] * len(rows)
+        if sampled:
+            q = filter_probs(logits if len(sampled) == len(rows) else logits[sampled], [requests[at].params for at in sampled])
+            u = [uniform(rows[at].request.seed, rows[at].position, Stream.DRAFT) for at in sampled]
+            drawn = choose(q, torch.tensor(u, dtype=torch.float64)).tolist()
+            for at, token, of_q in zip(sampled, drawn, q, strict=True):
+                drafts[at] = token
+                rows[at].q.append(of_q)
+        for row, token in zip(rows, drafts, strict=True):
             row.ids.append(token)
-            row.q.append(of_q)
 
-    def _checked(self, ids: Sequence[int], most: int) -> list[int]:
+    def _checked(self, ids: Sequence[int]) -> list[int]:
         """Drafts that somebody's object has proposed. Errors: InvalidValue for one that is no token."""
-        for at, token in enumerate(ids):
-            if not 0 <= token < self._vocab_size:
-                limit = f"a token, 0 to {self._vocab_size - 1}"
-                raise InvalidValue(f"propose(...)[{at}]", token, limit, "EngineConfig.draft")
-        return [int(token) for token in ids[:most]]
+        try:
+            return list(as_ids("propose(...)", ids, self._vocab_size))
+        except InvalidValue as error:
+            raise InvalidValue(error.field, error.value, error.limit, "EngineConfig.draft") from None
 
 
 def has_fixed_depth(request: Request) -> bool:

@@ -86,10 +86,9 @@ class MTPDrafts:
             before.append(source)
             spans.append(_Span(request, request.num_computed + len(row.ids), [newest]))
         if todo:
-            for row, span, out in zip(todo, spans, self._run(spans, torch.stack(before)), strict=True):
+            # They are not counted as there: should the step fail, their pages may be taken back.
+            for row, out in zip(todo, self._run(spans, torch.stack(before)), strict=True):
                 row.hidden = out
-                if not row.ids:
-                    self._cache.entries.fill(self._cache.tables[row.request.id], span.start + 1)
         return self._model.logits(torch.stack([row.hidden for row in rows]))
 
     def follow(

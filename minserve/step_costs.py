@@ -18,13 +18,14 @@ from typing import Protocol
 ENOUGH = 3  # measurements of a size before it is relied on
 LATEST = 9  # measurements of a size that are remembered
 STALE_AFTER = 512  # steps after which a size that has not been seen is measured again
+LEAST_S = 1e-9  # what a step takes at least: a virtual clock may stand still
 
 
 class Costs(Protocol):
     """Prices, in seconds or in any unit that is the same for both."""
 
-    def step_s(self, num_tokens: int) -> float:
-        """What a step of the model costs with so many tokens, each the newest of its request or a draft."""
+    def step_s(self, num_rows: int, num_tokens: int) -> float:
+        """What a step of the model costs: so many decoding rows, and so many tokens, their drafts among them."""
 
     def draft_s(self, num_rows: int) -> float:
         """What one more draft costs, for each of so many rows together."""
@@ -35,25 +36,25 @@ class CostTable:
     """Prices that are given.
 
     Fields:
-        step_s: number of tokens -> seconds of a step of the model.
+        step_s: (rows, tokens) -> seconds of a step of the model; tokens are those of the rows, their drafts included.
         draft_s: number of rows -> seconds of one more draft for each of them.
     """
 
-    step_s: Callable[[int], float]
+    step_s: Callable[[int, int], float]
     draft_s: Callable[[int], float]
 
 
 class MeasuredCosts:
     """Prices as they were seen on the engine's clock.
 
-    A size that was seen often enough has the median of the latest times; between two sizes lies a straight line, beyond the outermost
-    ones nothing is known, and their price is taken. `is_unknown` says where a measurement is missing.
+    A size that was seen often enough has the median of the latest times; between two sizes lies a straight line;
+    beyond the outermost ones nothing is known, and their price is taken. `is_unknown` says where a measurement is missing.
 
     >>> costs = MeasuredCosts()
     >>> for _ in range(ENOUGH):
     ...     costs.observe_step(1, 0.004)
     ...     costs.observe_step(5, 0.006)
-    >>> round(costs.step_s(3), 6), costs.step_s(8), costs.is_unknown(3), costs.is_unknown(8)
+    >>> round(costs.step_s(1, 3), 6), costs.step_s(1, 8), costs.is_unknown(3), costs.is_unknown(8)
     (0.005, 0.006, False, True)
     """
 
@@ -67,7 +68,7 @@ class MeasuredCosts:
         """Take in a step's time. Changes: these prices."""
         self._num_steps += 1
         latest = self._steps.setdefault(num_tokens, _Latest())
-        latest.add(seconds, self._num_steps)
+        latest.add(max(seconds, LEAST_S), self._num_steps)
         if latest.count == ENOUGH:
             insort(self._sizes, num_tokens)
 
@@ -82,8 +83,8 @@ class MeasuredCosts:
         known = (size for size in self._sizes[first:] if size in near)
         return all(self._num_steps - self._steps[size].last_step > STALE_AFTER for size in known)
 
-    def step_s(self, num_tokens: int) -> float:
-        """See Costs.step_s; 1.0 where nothing has been measured yet."""
+    def step_s(self, num_rows: int, num_tokens: int) -> float:
+        """See Costs.step_s; tokens alone decide. 1.0 where nothing has been measured yet."""
         if not self._sizes:
             return 1.0
         at = bisect_left(self._sizes, num_tokens)

@@ -57,9 +57,13 @@ def conv_tail_ragged(
     Returns the outputs, packed, and the new tails. Nothing is changed in place.
     """
     (num_rows, keep, _), num_tokens = tails.shape, len(x)
-    if num_tokens == num_rows and row_starts.tolist() == list(range(num_rows + 1)):  # every row is one token
-        out, new = conv_tail(x[:, None], weight, tails)
-        return out[:, 0], new
+    length = num_tokens // num_rows if num_rows else 0
+    if length and row_starts.tolist() == list(range(0, num_tokens + 1, length)):  # all rows are equally long: no laying
+        rows = x.unflatten(0, (num_rows, length))
+        out, new = conv_tail(rows, weight, tails)
+        if every_tail:
+            new = torch.cat([tails.to(x.dtype), rows], dim=1).unfold(1, keep, 1)[:, 1:].transpose(2, 3).flatten(0, 1)
+        return out.flatten(0, 1), new
     # Lay each row's tail before its inputs, slide the filter over everything, and leave out what straddles two rows.
     rows, keeps = torch.arange(num_rows, device=x.device), torch.arange(keep, device=x.device)
     at = torch.arange(num_tokens, device=x.device) + keep * (rows + 1).repeat_interleave(row_starts.diff())

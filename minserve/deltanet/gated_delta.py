@@ -225,15 +225,17 @@ def _run_long_rows(
 def _run_with_every_state(
     tokens: tuple[Tensor, ...], row_starts: Tensor, lengths: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run rows token by token: first tokens of all rows together, then the second ones of rows that have one."""
-    rows = lengths.argsort(descending=True, stable=True)
-    starts, lengths, memory = row_starts[:-1][rows], lengths[rows], state[rows]
-    num_tokens = len(tokens[2])
-    out, states = torch.zeros_like(tokens[2]), state.new_empty(num_tokens, *state.shape[1:])
-    for t in range(int(lengths[0]) if num_tokens else 0):
-        at = starts[lengths > t] + t
-        outs, memory = gated_delta_recurrent(*(x[at, None] for x in tokens), memory[: len(at)])
-        out[at], states[at] = outs[:, 0], memory
+    """Run rows token by token, equally long ones together."""
+    counts = lengths.tolist()
+    if min(counts) == max(counts) > 0:
+        rows = (x.unflatten(0, (len(counts), counts[0])) for x in tokens)
+        outs, states = gated_delta_recurrent(*rows, state, every_state=True)
+        return outs.flatten(0, 1), states.flatten(0, 1)
+    out, states = torch.zeros_like(tokens[2]), state.new_empty(len(tokens[2]), *state.shape[1:])
+    for length in {*counts} - {0}:
+        rows = (lengths == length).nonzero().flatten()
+        at = row_starts[rows][:, None] + torch.arange(length, device=rows.device)
+        out[at], states[at] = gated_delta_recurrent(*(x[at] for x in tokens), state[rows], every_state=True)
     return out, states
 
 

@@ -135,11 +135,10 @@ class StepMemory:
     def __init__(self, memory: CacheMemory, row_starts: Int[Tensor, " rows_plus_1"], places: Places):
         self._pools, self._row_starts, self._places = memory, row_starts, places
         self._run = memory.implementation
-        self._read = places.state_read.clamp(min=0)
         self._groups = self._group_rows(memory)
         # Outputs come part by part; this brings them back into the packing's order.
         self._order = torch.cat([part.tokens for part in places.parts]).argsort() if len(places.parts) > 1 else None
-        self._begins = (places.state_read == EMPTY).nonzero().flatten()
+        self._begins = None  # the rows that begin, once a layer asks
 
     def attend(
         self,
@@ -239,6 +238,9 @@ class StepMemory:
 
     def _of_rows(self, pool: Float[Tensor, "slots ..."]) -> Float[Tensor, "rows ..."]:
         """The states that the rows continue from: zeros for a row that begins, whatever its slot number holds."""
+        if self._begins is None:
+            read = self._places.state_read
+            self._read, self._begins = read.clamp(min=0), (read == EMPTY).nonzero().flatten()
         rows = pool.index_select(0, self._read)
         if len(self._begins):
             rows[self._begins] = 0

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
-from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -56,13 +55,18 @@ def paged_attention(
     page_size, kv_heads = k_pages.shape[1:3]
     _check_contexts(num_queries, contexts, page_tables.shape[1] * page_size)
     wide = torch.promote_types(q.dtype, torch.float32)
-    queries = rearrange(q.to(wide) * q.shape[-1] ** -0.5, "t (kv group) d -> kv t group d", kv=kv_heads)
-    out, lse = torch.zeros_like(queries), queries.new_full(queries.shape[:-1], -torch.inf)
+    queries = (q.to(wide) * q.shape[-1] ** -0.5).unflatten(1, (kv_heads, -1)).transpose(0, 1)  # kv t group d
     begins = torch.arange(page_tables.shape[1], device=q.device) * page_size
     page_tables = page_tables.masked_fill(begins >= context_lens[:, None], 0)  # any page will do: it is not looked at
     groups = list(_alike(num_queries, contexts))
     room = max((len(rows) * pages_needed(contexts[rows[-1]], page_size) for rows in groups), default=0)
     copied = k_pages.new_empty(2, room, *k_pages.shape[1:])
+    if len(contexts) == 1 and groups and num_queries[0] * contexts[0] * q.shape[1] <= SCORES_AT_A_TIME:  # decode alone
+        page_ids = page_tables[:, : pages_needed(contexts[0], page_size)]
+        k, v = (x.to(wide) for x in _gather(k_pages, v_pages, page_ids, contexts, copied))
+        out, lse = _attend(queries[:, None], k, v, [contexts[0] - num_queries[0] + 1])
+        return out[:, 0].transpose(0, 1).flatten(1, 2).to(q.dtype), lse[:, 0].transpose(0, 1).flatten(1)
+    out, lse = torch.zeros_like(queries), queries.new_full(queries.shape[:-1], -torch.inf)
     for rows in groups:
         lens, num = [contexts[row] for row in rows], num_queries[rows[0]]
         page_ids = page_tables[rows, : pages_needed(lens[-1], page_size)]
@@ -73,7 +77,7 @@ def paged_attention(
             tokens = first_tokens + torch.arange(first, min(first + step, num), device=q.device)
             sees = [length - num + first + 1 for length in lens]
             out[:, tokens], lse[:, tokens] = _attend(queries[:, tokens], k, v, sees)
-    return rearrange(out, "kv t group d -> t (kv group) d").to(q.dtype), rearrange(lse, "kv t group -> t (kv group)")
+    return out.transpose(0, 1).flatten(1, 2).to(q.dtype), lse.transpose(0, 1).flatten(1)
 
 
 def _check_contexts(num_queries: list[int], contexts: list[int], capacity: int) -> None:
@@ -113,7 +117,8 @@ def _gather(
     # What follows a shorter context is another row's, or NaN. The score of such a key is masked later on; such a value
     # is multiplied by 0, and 0 times NaN is NaN.
     for values, length in zip(gathered[1], lens, strict=True):
-        values[length:].zero_()
+        if length < lens[-1]:
+            values[length:].zero_()
     return gathered
 
 
@@ -129,9 +134,10 @@ def _attend(
     scores = q.new_empty(*q.shape[:2], queries * group, stop)
     for query, key, score in zip(q.flatten(2, 3), k[:, :stop].unbind(2), scores, strict=True):
         torch.bmm(query, key.mT, out=score)
-    limit = torch.tensor(sees, device=q.device)[:, None] + torch.arange(queries, device=q.device)
-    hidden = torch.arange(sees[0], stop, device=q.device) >= limit[..., None]
-    scores.unflatten(2, (queries, group))[..., sees[0] :].masked_fill_(hidden[:, :, None], -torch.inf)
+    if sees[0] < stop:
+        limit = torch.tensor(sees, device=q.device)[:, None] + torch.arange(queries, device=q.device)
+        hidden = torch.arange(sees[0], stop, device=q.device) >= limit[..., None]
+        scores.unflatten(2, (queries, group))[..., sees[0] :].masked_fill_(hidden[:, :, None], -torch.inf)
     peak = scores.amax(-1, keepdim=True)
     weights = scores.sub_(peak).exp_()
     total = weights.sum(-1, keepdim=True)
@@ -162,6 +168,7 @@ def write_pages(
     [[0.0, 0.0, 0.0], [0.0, 7.0, 0.0]]
     """
     kept = slots >= 0
-    slots = slots[kept].long()
-    k_pages.view(-1, *k.shape[1:]).index_copy_(0, slots, k[kept])
-    v_pages.view(-1, *v.shape[1:]).index_copy_(0, slots, v[kept])
+    if not kept.all():
+        slots, k, v = slots[kept], k[kept], v[kept]
+    k_pages.view(-1, *k.shape[1:]).index_copy_(0, slots.long(), k)
+    v_pages.view(-1, *v.shape[1:]).index_copy_(0, slots.long(), v)

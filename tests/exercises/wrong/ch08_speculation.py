@@ -1,0 +1,237 @@
+"""Usual mistakes in chapter 8: {exercise: [(name, what to tell who made it, {words of the solution: wrong words})]}."""
+
+_KEPT = "u * (1.0 if q_of_draft is None else q_of_draft) < p_of_draft"
+_DUE = """    due = (p - q).clamp(min=0)
+    total = due.sum()
+    return due / total if total > 0 else p"""
+_LOST = "            return drafts[:i] + [token_at(residual(p[i], drafted_from), sample_u)]"
+_CUT = "kept = tokens[: max_tokens - num_before]"
+_SEARCH = """    for length in range(longest, 0, -1):
+        for start in range(len(tokens) - length - 1, -1, -1):"""
+_FOUND = "return tokens[start + length : start + length + most]"
+
+WRONG = {
+    "8.1": [
+        ("a_threshold", "of likely tokens all would be kept and of others none: what comes out is no longer p",
+         {_KEPT: "p_of_draft > 0.7"}),
+        ("upside_down", "it is drafted with q and should come out with p: what is drafted too often is to be kept less",
+         {_KEPT: "u * p_of_draft < (1.0 if q_of_draft is None else q_of_draft)"}),
+        ("the_likelier_one", "a token drafted too often is kept sometimes: never would be too seldom",
+         {_KEPT: "p_of_draft >= (1.0 if q_of_draft is None else q_of_draft)"}),
+        ("q_left_out", "with p alone it comes out with q times p: right only where it is drafted each time",
+         {_KEPT: "u < p_of_draft"}),
+        ("drafted_and_kept", "q is the chance that it is drafted; that it is then kept is another, and both multiply",
+         {_KEPT: "u < min(p_of_draft, 1.0 if q_of_draft is None else q_of_draft)"}),
+        ("looked_up_is_kept", "what is looked up may be wrong as well: it is drafted each time, so q is 1",
+         {_KEPT: "q_of_draft is None or u * q_of_draft < p_of_draft"}),
+        ("looked_up_as_if_by_the_model", "it did not come from p: it was drafted each time, so q is 1",
+         {"1.0 if q_of_draft is None": "p_of_draft if q_of_draft is None"}),
+        ("zero_is_kept", "u may be 0, and p too: such a token must never come out",
+         {"q_of_draft) < p_of_draft": "q_of_draft) <= p_of_draft"}),
+    ],
+    "8.2": [
+        ("just_p", "tokens that were drafted often have come out of kept drafts already: p again is too much of them",
+         {_DUE: "    return p"}),
+        ("absolute_value", "a token that was drafted too often is not due at all",
+         {"(p - q).clamp(min=0)": "(p - q).abs()"}),
+        ("rest_not_renormalised", "a distribution has a sum of 1",
+         {"due / total if": "due if"}),
+        ("softmax_of_the_rest", "softmax gives every token something, and what is due is in proportion already",
+         {"due / total if": "torch.softmax(due, -1) if"}),
+        ("nothing_by_nothing", "if nothing is due, rounding alone has lost the draft: 0 / 0 is no answer",
+         {"due / total if total > 0 else p": "due / total"}),
+        ("nothing_is_no_answer", "some token must come out, even if only rounding has lost the draft: take p",
+         {"if total > 0 else p": "if total > 0 else due"}),
+        ("q_less_p", "what is due is what p has and q has not",
+         {"(p - q)": "(q - p)"}),
+        ("all_of_p_where_it_is_more", "of such a token a part, q of it, has come out of kept drafts",
+         {"(p - q).clamp(min=0)": "torch.where(p > q, p, 0.0)"}),
+        ("where_q_is_nothing", "a token that might have been drafted may be due too: p less q of it",
+         {"(p - q).clamp(min=0)": "torch.where(q == 0, p, 0.0)"}),
+    ],
+    "8.3": [
+        ("goes_on_after_a_reject", "later drafts were made behind a token that did not come: they are lost with it",
+         {"    for i, draft in enumerate(drafts):": "    kept = []\n    for i, draft in enumerate(drafts):",
+          _LOST: "            draft = token_at(residual(p[i], drafted_from), sample_u)\n        kept.append(draft)",
+          "return drafts + [": "return kept + ["}),
+        ("no_bonus_after_full_accept", "the last distribution is there as well, and gives a token, drafts or not",
+         {"return drafts + [token_at(p[-1], sample_u)]": "return drafts"}),
+        ("accept_u_used_again", "a lost draft's u is never small: what comes in its place needs a number of its own",
+         {"drafted_from), sample_u)": "drafted_from), accept_u[i])"}),
+        ("one_u_for_all_drafts", "each draft has a random number of its own",
+         {"accept_u[i]": "accept_u[0]"}),
+        ("bonus_from_the_last_drafts_place", "behind the last draft stands the last p; the one before chose that draft",
+         {"p[-1]": "p[len(drafts) - 1]"}),
+        ("bonus_from_q", "no draft was made there: the model alone says what comes",
+         {"p[-1]": "(q[-1] if q is not None and drafts else p[-1])"}),
+        ("resampled_from_p", "at a lost draft the next token comes from what is still due, see 8.2",
+         {"residual(p[i], drafted_from)": "p[i]"}),
+        ("resampled_where_looked_up_from_p", "what was looked up had all of q: the lost token must not come after all",
+         {"residual(p[i], drafted_from)": "residual(p[i], drafted_from) if q is not None else p[i]"}),
+        ("resampled_one_place_on", "the token stands where the lost draft stood",
+         {"residual(p[i], drafted_from)": "residual(p[i + 1], drafted_from)"}),
+        ("p_one_place_on", "p[i] is for the place of draft i; p[i + 1] knows draft i already",
+         {"p[i, draft].item()": "p[i + 1, draft].item()"}),
+        ("drawn_taken_for_looked_up", "what comes out is still right, but fewer drafts are kept than could be: use q",
+         {"if q is None": "if True"}),
+        ("likeliest_or_lost", "right for a greedy row alone: a draft is kept with a chance, see 8.1",
+         {"not accept(p[i, draft].item(), drafted_from[draft].item(), accept_u[i])": "int(p[i].argmax()) != draft"}),
+        ("the_lost_draft_comes_too", "another token comes in its place",
+         {"drafts[:i] + ": "drafts[: i + 1] + "}),
+        ("nothing_after_a_reject", "a step gives a token even if its first draft is lost",
+         {_LOST: "            return drafts[:i]"}),
+        ("all_or_nothing", "drafts before the lost one are right, and stay",
+         {"return drafts[:i] + [": "return ["}),
+    ],
+    "8.4": [
+        ("cap_tested_first", "of the tokens that there is room for, one may be a stop: what is behind it must not come",
+         {_CUT: _CUT + '\n    if num_before + len(tokens) >= max_tokens:\n        return kept, "length"'}),
+        ("stop_beyond_the_cap", "one by one, the answer would have ended before that stop",
+         {"enumerate(kept)": "enumerate(tokens)", "return kept[: i + 1]": "return kept[: min(i + 1, len(kept))]"}),
+        ("text_behind_the_stop", "the answer ends with the stop: what the step brought behind it is nobody's",
+         {"kept[: i + 1]": "kept"}),
+        ("stop_token_dropped", "the stop belongs to the answer, as its last token",
+         {"kept[: i + 1]": "kept[:i]"}),
+        ("only_the_last_token", "with drafts, a stop may come in the middle",
+         {"    for i, token in enumerate(kept):\n        if token in stop_ids:":
+          "    for i, token in list(enumerate(kept))[-1:]:\n        if token in stop_ids:"}),
+        ("cap_of_a_step", "the cap is the answer's: count what it had before",
+         {_CUT: "kept = tokens[:max_tokens]", "num_before + len(kept) == max_tokens": "len(kept) == max_tokens"}),
+        ("one_more_than_the_cap", "the token behind the drafts is a token like any other",
+         {_CUT: "kept = tokens[: max_tokens - num_before + 1]", "len(kept) == max": "len(kept) >= max"}),
+        ("goes_on_at_the_cap", "nothing was cut, but there is no room for another token: it ends here",
+         {"num_before + len(kept) == max_tokens": "num_before + len(tokens) > max_tokens"}),
+        ("length_on_the_last_place", "a stop on the last place is a stop: it would have ended there anyway",
+         {'return kept[: i + 1], "stop"':
+          'return kept[: i + 1], "length" if num_before + i + 1 == max_tokens else "stop"'}),
+        ("the_last_stop", "the first stop ends the answer",
+         {"enumerate(kept)": "reversed(list(enumerate(kept)))"}),
+    ],
+    "8.5": [
+        ("finds_itself", "the end agrees with itself, and nothing has come behind it yet",
+         {"len(tokens) - length - 1, -1, -1": "len(tokens) - length, -1, -1"}),
+        ("the_oldest_time", "what was said last is likelier to be said again",
+         {"range(len(tokens) - length - 1, -1, -1)": "range(len(tokens) - length)"}),
+        ("shortest_first", "one token agrees by chance more easily than three",
+         {"range(longest, 0, -1)": "range(1, longest + 1)"}),
+        ("wraps_round", "behind the last token nothing is known: fewer drafts, not those from the beginning",
+         {_FOUND: "return [tokens[(start + length + i) % len(tokens)] for i in range(most)]"}),
+        ("no_token_in_both", "in a text that repeats itself at once, the two places share tokens",
+         {"range(len(tokens) - length - 1, -1, -1)": "range(len(tokens) - 2 * length, -1, -1)"}),
+        ("drafts_what_agreed", "drafts are what came behind the tokens that agree",
+         {_FOUND: "return tokens[start : start + most]"}),
+        ("one_too_far", "the first token behind the place is the first draft",
+         {_FOUND: "return tokens[start + length + 1 : start + length + 1 + most]"}),
+        ("only_the_longest", "where three do not agree, two or one may",
+         {"range(longest, 0, -1)": "range(longest, longest - 1, -1)"}),
+        ("never_one_token", "one that agrees is enough here",
+         {"range(longest, 0, -1)": "range(longest, 1, -1)"}),
+        ("all_that_follows", "no more than `most` are wanted",
+         {_FOUND: "return tokens[start + length :]"}),
+        ("not_from_the_beginning", "the first token may begin the place that agrees",
+         {"- length - 1, -1, -1)": "- length - 1, 0, -1)"}),
+    ],
+    "8.6": [
+        ("column_off_by_one", "states[0] has seen the newest token already, before any draft",
+         {"states[num_kept - 1]": "states[max(0, num_accepted - 1)]"}),
+        ("state_not_rewound", "the last state has seen drafts that are lost, and nothing can be taken out of it",
+         {"states[num_kept - 1]": "states[-1]"}),
+        ("convolution_not_rewound", "the last inputs are those of lost drafts: the tail ends where the state does",
+         {"inputs[num_kept : num_kept + tail_length]": "inputs[-tail_length:]"}),
+        ("tail_of_the_step_alone", "after few tokens, a part of the old tail is still a part of the new one",
+         {"inputs[num_kept : num_kept + tail_length]":
+          "inputs[tail_length : num_kept + tail_length][-tail_length:]"}),
+        ("tail_one_short", "the newest token ran too: one input more than there are kept drafts",
+         {"inputs[num_kept : num_kept + tail_length]": "inputs[num_accepted : num_accepted + tail_length]"}),
+        ("pages_not_shrunk", "pages that only lost drafts needed are to be given back",
+         {"pages[: -(-num_computed // page_size)]": "pages"}),
+        ("partly_full_page_lost", "the last page may be partly full, and is needed",
+         {"-(-num_computed // page_size)": "num_computed // page_size"}),
+        ("room_for_the_next", "the new token has not run: it takes its page when it does",
+         {"-(-num_computed // page_size)": "num_computed // page_size + 1"}),
+        ("bonus_counted_as_computed", "the token behind the drafts is known, and has not run",
+         {'"num_computed": num_computed': '"num_computed": num_computed + 1'}),
+        ("newest_not_counted", "the step ran the newest token, and the drafts behind it",
+         {"num_kept = num_accepted + 1": "num_kept = num_accepted",
+          "states[num_kept - 1]": "states[num_kept]",
+          "inputs[num_kept : num_kept + tail_length]": "inputs[num_kept + 1 : num_kept + 1 + tail_length]"}),
+        ("drafter_lacks_the_last_draft", "it ran what it drafted from: not its last draft; without one, nothing",
+         {"start + min(num_kept, len(states) - 1)": "num_computed"}),
+        ("drafter_not_rewound", "what it ran of lost drafts is in its cache, and wrong",
+         {"start + min(num_kept, len(states) - 1)": "start + len(states) - 1"}),
+        ("drafter_from_the_start", "what it drafted from is in its cache already, up to the first lost draft",
+         {"start + min(num_kept, len(states) - 1)": "start"}),
+    ],
+    "8.7": [
+        ("all_like_the_first", "each depth has a rate of its own, and the first is not the others'",
+         {"chance *= rate": "chance *= rates[0]"}),
+        ("all_like_the_mean", "text is easy or hard for a while: if the first is kept, the second is likelier to be",
+         {"chance *= rate": "chance *= sum(rates) / len(rates)"}),
+        ("rates_not_multiplied", "the second is there only if the first was kept: the rates are of those cases alone",
+         {"chance *= rate": "chance = rate"}),
+        ("all_kept_or_none", "if the second is lost, the first still counts",
+         {"num_tokens += chance": "num_tokens = 1 + depth * chance"}),
+        ("drafts_for_free", "drafts take time before the step",
+         {" + depth * draft_cost": ""}),
+        ("one_draft_paid", "drafts are made one after another, and each takes its time",
+         {"depth * draft_cost": "draft_cost"}),
+        ("verifying_for_free", "a step with more tokens may take longer",
+         {"step_costs[depth]": "step_costs[0]"}),
+        ("never_none", "a step without drafts is one of those to compare: often it is the best",
+         {"best, best_speed = 0, 1 / step_costs[0]": "best, best_speed = min(1, len(rates)), 0.0"}),
+        ("most_tokens", "tokens for the time that they take, not tokens",
+         {"speed = num_tokens / (step_costs[depth] + depth * draft_cost)": "speed = num_tokens"}),
+        ("bonus_left_out", "every step gives one token more than it keeps drafts",
+         {"speed = num_tokens /": "speed = (num_tokens - 1) /"}),
+        ("the_deepest_of_equals", "drafts that bring nothing are not made",
+         {"speed > best_speed": "speed >= best_speed"}),
+        ("first_fall_is_the_end", "a step's cost may leap, and then be the same for a while: look at each depth",
+         {"            best, best_speed = depth, speed":
+          "            best, best_speed = depth, speed\n        else:\n            break"}),
+    ],
+    "8.8": [
+        ("three_agree", "over three bytes many places agree by chance: the right one agrees over more",
+         {"range(min(place, 12))": "range(min(place, 3))"}),
+        ("each_place_one_vote", "a place that agrees over ten bytes knows more than twenty that agree over one",
+         {"+= 10**length": "+= 1"}),
+        ("ends_with_the_text", "where the place is near the end, drafts may go on from drafts",
+         {"votes[text[place]] += 10**length": "votes[place] = (length, place)",
+          "drafts += [token for token, _ in votes.most_common(1)]":
+          "return text[max(votes, key=votes.get) :][:most] if votes else []"}),
+        ("one_draft", "where a text repeats itself, it does so for longer",
+         {"range(most)": "range(min(most, 1))"}),
+        ("the_oldest_place", "of places that agree alike, the latest is the best guess",
+         {"votes[text[place]] += 10**length":
+          "votes[text[place]] = max(votes[text[place]], 1000 * length - place / len(text))"}),
+    ],
+}  # fmt: skip
+
+# Other ways to be right, which the checks must accept.
+ALSO_RIGHT = {
+    "8.1": [
+        {f"return {_KEPT}": "q = 1.0 if q_of_draft is None else q_of_draft\n    return u < min(1.0, p_of_draft / q)"},
+    ],
+    "8.2": [
+        {_DUE: "    rest = [max(0.0, mine - its) for mine, its in zip(p.tolist(), q.tolist())]\n"
+         "    return p if sum(rest) == 0 else torch.tensor([part / sum(rest) for part in rest], dtype=p.dtype)"},
+    ],
+    "8.3": [
+        {_LOST: "            rest = p[i] - drafted_from\n            rest[rest < 0] = 0\n"
+         "            return drafts[:i] + [token_at(rest if rest.sum() > 0 else p[i], sample_u)]"},
+    ],
+    "8.4": [
+        {f"    {_CUT}\n": "    kept = []\n    for token in tokens:\n        kept.append(token)\n"
+         '        if token in stop_ids:\n            return kept, "stop"\n'
+         '        if num_before + len(kept) == max_tokens:\n            return kept, "length"\n'
+         "    return kept, None\n"},
+    ],
+    "8.5": [
+        {_SEARCH: "    longest = min(longest, len(tokens) - 1)\n" + _SEARCH},
+    ],
+    "8.7": [
+        {"    return best": "    speeds = [1 / step_costs[0]]\n    for depth in range(1, len(rates) + 1):\n"
+         "        tokens = 1.0\n        for rate in reversed(rates[:depth]):\n            tokens = 1 + rate * tokens\n"
+         "        speeds.append(tokens / (step_costs[depth] + depth * draft_cost))\n"
+         "    return speeds.index(max(speeds))"},
+    ],
+}  # fmt: skip
