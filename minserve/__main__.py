@@ -18,6 +18,7 @@ BENCHES = MappingProxyType(
         "prefix": ("max_tokens",),
         "tree": (),
         "delta": (),
+        "drafts": ("draft", "batch", "temperature", "draft_tokens", "draft_model", "max_tokens", "quick"),
     }
 )
 
@@ -71,7 +72,8 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     """The options of `minserve bench`. Changes: the parser."""
     bench = commands.add_parser("bench", help="speeds as ratios against a peer in the same run")
     what = "serve: many requests at once (the default); decode: one request; engine: a step without the model; prefix: "
-    what += "requests with the same beginning; tree: the prefix cache's; delta: the delta rule in chunks"
+    what += "requests with the same beginning; tree: the prefix cache's; delta: the delta rule in chunks; "
+    what += "drafts: who guesses tokens ahead"
     bench.add_argument("what", nargs="?", choices=tuple(BENCHES), default="serve", help=what)
     bench.add_argument("--model", help="a checkpoint folder; the shipped model unless given")
     bench.add_argument("--rounds", type=int, help="how often each runs (default 3; decode 5)")
@@ -85,7 +87,17 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     bench.add_argument("--output-tokens", **lengths, help="serve: lengths of outputs (default 16 128)")
     bench.add_argument("--trace", metavar="FILE", help="serve: write the engine's run for ui.perfetto.dev")
     bench.add_argument("--timeline", metavar="FILE.png", help="serve: draw the static batch beside the engine")
-    bench.add_argument("--max-tokens", type=int, help="decode, prefix: length of outputs (default 128; 32)")
+    bench.add_argument(
+        "--max-tokens", type=int, help="decode, drafts, prefix: length of outputs (default 128; prefix 32)"
+    )
+    several = "drafts: {} (default {}), several at once"
+    drafters = "none, ngram, mtp, model, shuffled; all drafts in each step with -always behind the name"
+    bench.add_argument("--draft", nargs="+", metavar="WHO", help="drafts: " + drafters)
+    bench.add_argument("--batch", nargs="+", type=int, help=several.format("requests in a step", "1 32"))
+    bench.add_argument("--temperature", nargs="+", type=float, help=several.format("temperatures", "0 0.8"))
+    bench.add_argument("--draft-tokens", type=int, help="drafts: of a request in a step, at most (default 3)")
+    bench.add_argument("--draft-model", help="drafts: model's checkpoint folder; the small one that ships unless given")
+    bench.add_argument("--quick", action="store_true", default=None, help="drafts: a few tokens, to see that it runs")
     bench.set_defaults(run=run_bench)
 
 
@@ -163,7 +175,7 @@ def run_bench(args: argparse.Namespace) -> int:
             raise InvalidValue("--threads", args.threads, "at least 1")
         torch.set_num_threads(args.threads)
     benches = {"serve": _bench_serve, "decode": _bench_decode, "engine": _bench_engine, "prefix": _bench_prefix,
-               "tree": _bench_tree, "delta": _bench_delta}  # fmt: skip
+               "tree": _bench_tree, "delta": _bench_delta, "drafts": _bench_drafts}  # fmt: skip
     print(benches[args.what](args))
     return 0
 
@@ -239,6 +251,16 @@ def _bench_delta(args: argparse.Namespace) -> str:
 
     results = delta.bench_delta(args.model, **_given(rounds=args.rounds))
     return delta.to_json(results) if args.json else delta.table(results)
+
+
+def _bench_drafts(args: argparse.Namespace) -> str:
+    """Who guesses tokens ahead, against nobody."""
+    from minserve.bench import drafts
+
+    given = _given(drafters=args.draft, batches=args.batch, temperatures=args.temperature, rounds=args.rounds,
+                   draft_tokens=args.draft_tokens, num_tokens=args.max_tokens, draft_path=args.draft_model)  # fmt: skip
+    bench = drafts.bench_drafts(args.model, **{**(drafts.QUICK if args.quick else {}), **given})
+    return drafts.to_json(bench) if args.json else drafts.table(bench)
 
 
 def run_train(args: argparse.Namespace) -> int:

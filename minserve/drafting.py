@@ -31,6 +31,7 @@ from minserve.speculation.depth import Acceptance, best_depth
 from minserve.speculation.drafters import Drafter, NGramDrafter, Scorer
 from minserve.step_costs import Costs, MeasuredCosts
 
+LOOKS_ON_STEPS = 8  # for which the head goes on following requests when drafts do not pay any more
 
 class Drafting:
     """Makes the drafts of an engine's steps.
@@ -57,7 +58,7 @@ class Drafting:
         self.costs: Costs = config.step_costs or MeasuredCosts()
         self._is_measuring = False  # a plain step, so that its price is known
         self._found: dict[Hashable, list[int]] = {}
-        self._draft_s = 0.0
+        self._draft_s, self._num_steps_off = 0.0, 0
 
     def plan(self, running: Sequence[tuple[Request, Phase]]) -> None:
         """Choose how many drafts pay for those who run now, and look up those that are looked up.
@@ -75,6 +76,7 @@ class Drafting:
             self.depth = best_depth(self.acceptance.rates(), prices, self.costs.draft_s(num_rows))
             unknown = isinstance(self.costs, MeasuredCosts) and self.costs.is_unknown(num_rows)
             self._is_measuring = self.depth > 0 and unknown
+        self._num_steps_off = 0 if self.depth else self._num_steps_off + 1
         if self._looks_up:
             began_s = self._clock.now()
             for request, phase in running:
@@ -112,10 +114,14 @@ class Drafting:
         return rows
 
     def follow(self, slices: Sequence[Slice], chosen: Chosen, hidden: Float[Tensor, "tokens hidden"] | None) -> None:
-        """Let the MTP head see what a step has left for good, before it is committed. Changes: the head's pages."""
+        """Let the MTP head see what a step has left for good, before it is committed. Changes: the head's pages.
+
+        A head that is switched off sees nothing, and a request of which it has missed something is not drafted for any
+        more. So it looks on for a few steps: prices and rates waver.
+        """
         if self._head is not None:
-            began_s = self._clock.now()
-            self._head.follow(slices, chosen, hidden, lambda request: self.depth > 0 or has_fixed_depth(request))
+            began_s, looks_on = self._clock.now(), self._num_steps_off <= LOOKS_ON_STEPS
+            self._head.follow(slices, chosen, hidden, lambda request: looks_on or has_fixed_depth(request))
             self._draft_s += self._clock.now() - began_s
 
     def learn(self, slices: Sequence[Slice], chosen: Chosen, step_s: float) -> None:
@@ -166,7 +172,9 @@ class Drafting:
         sampled = [at for at, request in enumerate(requests) if not request.params.is_greedy]
         drafts = logits.argmax(-1).tolist() if len(sampled) < len(rows) else [0] * len(rows)
         if sampled:
-            q = filter_probs(logits if len(sampled) == len(rows) else logits[sampled], [requests[at].params for at in sampled])
+            q = filter_probs(
+                logits if len(sampled) == len(rows) else logits[sampled], [requests[at].params for at in sampled]
+            )
             u = [uniform(rows[at].request.seed, rows[at].position, Stream.DRAFT) for at in sampled]
             drawn = choose(q, torch.tensor(u, dtype=torch.float64)).tolist()
             for at, token, of_q in zip(sampled, drawn, q, strict=True):

@@ -15,23 +15,18 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
-from torch import Tensor
 
 from minserve.batching.batcher import Phase, Slice
 from minserve.choosing import Chosen, choose_tokens
-from minserve.draft_rows import DraftRow
 from minserve.drafting import Drafting
 from minserve.engine_config import EngineConfig, size_caches
 from minserve.errors import InvalidValue, MinserveError, PromptTooLong
 from minserve.events import EventKind, EventLog
-from minserve.hybrid.cache_memory import CacheMemory
 from minserve.hybrid.hybrid_cache import HybridCache
-from minserve.hybrid.packing import pack
 from minserve.hybrid.ticket import Ticket
 from minserve.model.config import ModelConfig
-from minserve.model.hybrid_lm import HybridLM, ModelOutput
-from minserve.model.implementations import choose_implementation
-from minserve.mtp_drafts import MTPDrafts
+from minserve.model.hybrid_lm import HybridLM
+from minserve.model_runner import ModelRunner
 from minserve.paging.page_table import PageError
 from minserve.parts import Parts
 from minserve.request import FinishReason, Request, SamplingParams, Status, check_prompt, max_computed
@@ -75,20 +70,13 @@ class Engine:
         if self.max_context > limit:
             raise InvalidValue("max_context", self.max_context, f"at most {limit}, the model's own limit")
         self.config, self.log, self.sizes = config, log, size_caches(config, model_config)
-        self._model, self._model_config, self._cost, self._new_decoder = model, model_config, cost, new_decoder
+        self._model_config, self._cost, self._new_decoder = model_config, cost, new_decoder
         max_running = min(config.max_running, self.sizes.num_states)
         self.batcher = parts.make_batcher(config.batch_tokens, max_running, config.policy)
-        implementation = parts.put_into(choose_implementation(config.impl))
-        self._verify, self.memory, copy_page = implementation.verify, None, None
-        has_head = model is not None and config.draft == "mtp"
-        if model is not None:
-            weight = model.model.embed_tokens.weight
-            self.memory = CacheMemory(
-                model_config, self.sizes, implementation, config.share_reads_from, weight.dtype, weight.device, has_head
-            )
-            copy_page = self.memory.copy_page
-        self.cache = HybridCache(self.sizes, config.snapshot_every, config.prefix_cache, parts, copy_page)
-        head = MTPDrafts(model, self.memory, self.cache) if has_head else None
+        self._runner = ModelRunner(model, model_config, config, self.sizes, parts)
+        self.memory = self._runner.memory
+        self.cache = HybridCache(self.sizes, config.snapshot_every, config.prefix_cache, parts, self._runner.copy_page)
+        head = self._runner.draft_head(self.cache)
         self.drafting = Drafting(config, model_config.vocab_size, log.clock, head)
         self._lives: dict[Hashable, Life] = {}
         self._num_steps, self._running_step = 0, False
@@ -204,17 +192,16 @@ class Engine:
         """The step itself, in the middle of which requests may be aborted. Changes: as `step`."""
         drafts = self.drafting.propose(slices)
         model_began_s = self.log.clock.now()
-        output = self._forward(slices, drafts, ticket)
+        output = self._runner.run(slices, drafts, ticket, self.cache)
         cost_s = self._cost_s(slices)
         self._gone = frozenset(self._leaving)  # who leaves later still gets this step's tokens
         logits = None if output is None else output.logits
-        chosen = choose_tokens(
-            slices, logits, lambda request: self._still_here(self._lives[request.id].riders), drafts, self._verify
-        )
+        chosen = choose_tokens(slices, logits, self._riders_of, drafts, self._runner.verify)
         if cost_s is not None:
             self.log.clock.advance(cost_s)
-        self.drafting.learn(slices, chosen, self.log.clock.now() - model_began_s)
+        step_s = self.log.clock.now() - model_began_s
         self.drafting.follow(slices, chosen, None if output is None else output.hidden)
+        self.drafting.learn(slices, chosen, step_s)
         number, self._num_steps = self._num_steps, self._num_steps + 1
         record_step(self.log, number, slices, began_s)
         return [one for piece in slices for one in self._commit(piece, ticket, chosen)]
@@ -224,18 +211,6 @@ class Engine:
         if self._cost is None:
             return None
         return self._cost([(p.start, p.start + p.num_tokens) for p in slices]) + self.drafting.draft_cost_s(slices)
-
-    def _forward(self, slices: list[Slice], drafts: list[DraftRow], ticket: Ticket) -> ModelOutput | None:
-        """The model's output for the slices, in their order; None without a model. Changes: the pools."""
-        ids, device = {row.request.id: row.ids for row in drafts}, self.config.device
-        step, places = pack(slices, ticket, self.cache, "cpu" if self.memory is None else device, ids)
-        if self._model is None:
-            return None
-        memory = self.memory.at(step.row_starts, places)
-        output = self._model(step, memory)
-        if self.memory.hidden is not None:
-            memory.keep_hidden(output.hidden)
-        return output
 
     def _commit(self, piece: Slice, ticket: Ticket, chosen: Chosen) -> list[Progress]:
         """Move one request's counts, pages, state and text on by its slice. Changes: as `step`."""
@@ -256,7 +231,7 @@ class Engine:
             accepted = min(chosen.accepted[request.id], len(new))
             self.log.record(EventKind.DRAFTS, request.id, drafted=piece.num_drafts, accepted=accepted)
         self.log.record(EventKind.TOKENS, request.id, count=len(new))
-        riders, life.riders = self._still_here(life.riders), []
+        riders, life.riders = self._riders_of(request), []
         forked = [self._fork(request, rider) for rider in riders]
         if piece.phase is Phase.PREFILL:
             self.batcher.starts_decoding(request)
@@ -289,6 +264,10 @@ class Engine:
             self._close(life, kept.finish_reason)
         ids, logprobs = tuple(sampled.token_id for sampled in new), tuple(sampled.logprobs for sampled in new)
         return Progress(life.request, ids, kept.text, logprobs, kept.finish_reason)
+
+    def _riders_of(self, request: Request) -> list[Request]:
+        """Who forks from a request when its prompt is computed."""
+        return self._still_here(self._lives[request.id].riders)
 
     def _still_here(self, riders: list[Request]) -> list[Request]:
         """The riders that have not ended meanwhile."""

@@ -37,7 +37,7 @@ from minserve.request import Request
 
 
 class _Span(NamedTuple):
-    """Entries to be made: of these tokens of a request, from this position on, its newest token's perhaps among them."""
+    """Entries to be made, from a position of a request on: of these tokens, its newest one perhaps among them."""
 
     request: Request
     start: int
@@ -166,9 +166,9 @@ class MTPDrafts:
         positions = np.arange(row_starts[-1]) - row_starts[rows] + starts[rows]
         slots = page_slots(tables, rows, positions, self._cache.page_size)
         tokens = [token for span in spans for token in span.tokens]
+        arrays = (tokens, positions, row_starts, row_starts[1:] - 1, tables, starts + counts, 0 * counts, slots)
         tokens, positions, row_starts, last, tables, lens, none, slots = (
-            torch.as_tensor(np.asarray(values, dtype=np.int64), device=before.device)
-            for values in (tokens, positions, row_starts, row_starts[1:] - 1, tables, starts + counts, 0 * counts, slots)
+            torch.as_tensor(np.asarray(values, dtype=np.int64), device=before.device) for values in arrays
         )
         memory = self._memory.at(row_starts, Places(tables, lens, none, none, slots))
         return self._model.draft_hidden(Step(tokens, positions, row_starts, last), before, memory)[0][last]

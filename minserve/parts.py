@@ -100,7 +100,7 @@ def delta_row_by_row(run_one: Callable) -> Callable:
 
 
 def verify_row_by_row(verify_one: Callable) -> Callable:
-    """A batched `verify` made of one for a row: (p, drafts, q, accept_u, sample_u) -> its drafts kept, and one token."""
+    """A batched `verify` made of one for a row: (p, drafts, q, accept_u, sample_u) -> its drafts kept, and a token."""
 
     def verify(
         p: Tensor, draft_ids: Tensor, q: Tensor | None, row_starts: Tensor, accept_u: Tensor, sample_u: Tensor

@@ -48,7 +48,7 @@ class MeasuredCosts:
     """Prices as they were seen on the engine's clock.
 
     A size that was seen often enough has the median of the latest times; between two sizes lies a straight line;
-    beyond the outermost ones nothing is known, and their price is taken. `is_unknown` says where a measurement is missing.
+    beyond the outermost ones nothing is known, and their price is taken. `is_unknown` says where one is missing.
 
     >>> costs = MeasuredCosts()
     >>> for _ in range(ENOUGH):

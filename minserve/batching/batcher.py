@@ -72,7 +72,7 @@ class Room(Protocol):
         """Take pages for the tokens up to stop, or nothing."""
 
     def look_ahead(self, request: Asked, most: int) -> int:
-        """Take pages and states for drafts behind a planned slice: as many as are wanted and fit; how many, <= most."""
+        """Take room for drafts behind a planned slice: as many as are wanted and fit, <= most; how many."""
 
     def missing(self, request: Asked, stop: int) -> int:
         """How many pages are to be taken yet for the tokens up to stop."""
@@ -246,10 +246,7 @@ class Batcher:
         return sum(piece.stop - piece.start for piece in undone)
 
     def _look_ahead(self, budget: int, room: Room, plan: Plan) -> None:
-        """Give decoding rows drafts out of what is left: guesses take no token's place and no page that is needed.
-
-        Changes: as `plan`.
-        """
+        """Give decoding rows drafts out of what is left: guesses take nobody's place. Changes: as `plan`."""
         for at, piece in enumerate(plan.slices):
             if not budget:
                 return
@@ -260,10 +257,7 @@ class Batcher:
                     budget -= num_drafts
 
     def _admit(self, budget: int, room: Room, plan: Plan) -> int:
-        """Let waiting requests in, in order; where the next does not fit, nobody overtakes it. Changes: as `plan`.
-
-        Returns the budget that is left.
-        """
+        """Let waiting ones in, in order; where one does not fit, nobody overtakes it. Returns the budget left."""
         if not budget or len(self.running) >= self.max_running:
             return budget
         # Those let in keep what they need to be read to the end, and one page each for the tokens to come.

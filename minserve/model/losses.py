@@ -57,7 +57,7 @@ def balance_loss(routing: Routing) -> Float[Tensor, ""]:
 
 
 def losses(model: HybridLM, rows: Int[Tensor, "rows t"], deep: bool) -> dict[str, Tensor]:
-    """All losses of a batch in nats: main, MTP at depth 1 and (when `deep`) 2, and of a sparse model balance and router."""
+    """All losses of a batch in nats: main, MTP at depth 1 and (when `deep`) 2; with experts, balance and router."""
     num_rows, row_tokens = rows.shape[0], rows.shape[1] - 3
     positions, every = torch.arange(row_tokens).repeat(num_rows), torch.arange(num_rows * row_tokens)
     starts = torch.arange(num_rows + 1) * row_tokens
