@@ -27,7 +27,7 @@ from minserve.sampling import request_seed
 
 
 def shipped_checkpoint(name: str = "tiny") -> Path:
-    """The folder of a model that ships: "tiny" is the hybrid one, "tiny_attention" has attention layers alone."""
+    """The folder of a model that ships: "tiny", the hybrid one; "tiny_attention", of attention alone; "tiny_draft"."""
     return Path(str(files("minserve"))) / "model" / "weights" / name
 
 

@@ -49,15 +49,16 @@ def gated_delta_recurrent(
         return torch.zeros_like(v), state[:, None].expand(-1, 0, -1, -1, -1) if every_state else state
     dtype = _wide(v, g, state)
     q, k = (_to_value_heads(_as_dtype(x, dtype), v.shape[2]) for x in (q, k))
-    values, memory = _as_dtype(v, dtype), _as_dtype(state, dtype)
-    decay, strength = _as_dtype(g, dtype).exp()[..., None, None], _as_dtype(beta, dtype)[..., None]
+    memory, strength = _as_dtype(state, dtype), _as_dtype(beta, dtype)[..., None, None]
+    decay = _as_dtype(g, dtype).exp()[..., None, None]
+    wanted, known = strength * _as_dtype(v, dtype)[..., None, :], strength * decay
+    tokens = (k[..., None, :], k[..., None], q[..., None, :], wanted, known, decay)  # vectors as rows or columns
     outs, states = [], []
-    for t in range(v.shape[1]):
-        memory = memory * decay[:, t]
-        found = (k[:, t, :, None] @ memory).squeeze(-2)
-        delta = strength[:, t] * (values[:, t] - found)
-        memory = torch.addcmul(memory, k[:, t, :, :, None], delta[:, :, None])  # + k delta^T, in one pass
-        outs.append(q[:, t, :, None] @ memory)
+    for row, column, query, want, know, keep in zip(*(x.unbind(1) for x in tokens), strict=True):
+        found = row @ memory  # in the state that has not decayed yet
+        delta = torch.addcmul(want, know, found, value=-1)
+        memory = (memory * keep).addcmul_(column, delta)  # + k delta^T
+        outs.append(query @ memory)
         if every_state:
             states.append(memory)
     memory = torch.stack(states, dim=1) if every_state else memory

@@ -37,6 +37,8 @@ def expert_mix(
     """
     if len(x) == 1:
         return _mix_one_token(x, expert_ids, weights, gate_up, down)
+    if 0 < 2 * expert_ids.numel() <= len(gate_up):
+        return _mix_few_tokens(x, expert_ids, weights, gate_up, down)
     # Sort the choices by expert, so that each expert's rows lie together and are two products.
     num_choices = expert_ids.shape[1]
     choice = expert_ids.flatten().argsort(stable=True)
@@ -61,6 +63,15 @@ def _mix_one_token(x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tens
         gate, up = F.linear(x, gate_up[expert]).chunk(2, dim=-1)
         outs.append(F.linear(F.silu(gate) * up, down[expert]))
     return weights.to(x.dtype) @ torch.cat(outs)
+
+
+def _mix_few_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The mix of so few tokens that most of their choices have an expert of their own: no grouping, a matrix each."""
+    (num_tokens, num_choices), chosen = expert_ids.shape, expert_ids.flatten()
+    rows = x.repeat_interleave(num_choices, 0)[:, None]
+    gate, up = torch.bmm(rows, gate_up[chosen].mT).chunk(2, dim=-1)
+    mixed = torch.bmm(F.silu(gate) * up, down[chosen].mT).view(num_tokens, num_choices, -1)
+    return (weights.to(x.dtype)[:, None] @ mixed)[:, 0]
 
 
 def expert_mix_dense(

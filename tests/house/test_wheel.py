@@ -28,6 +28,7 @@ def wheel(tmp_path_factory):
 def test_the_wheel_holds_weights_and_data_and_no_tests(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     for wanted in ("minserve/model/weights/tiny/model.safetensors", "minserve/model/weights/tiny_attention/config.json",
+                   "minserve/model/weights/tiny_draft/model.safetensors",
                    "minserve/model/weights/tiny/figures.json", "minserve/data/hardware.json",
                    "minserve/data/models/qwen3.8-2.4t-a95b.json"):  # fmt: skip
         assert wanted in names

@@ -37,8 +37,8 @@ def test_a_published_folder_loads_and_says_what_was_measured(tmp_path, monkeypat
     assert LLM(out).generate("def ", SamplingParams(max_tokens=2, ignore_eos=True))[0].usage.completion_tokens == 2
 
 
-def test_both_shapes_that_ship_are_small_enough():
-    for name, limit_bytes in (("tiny", 10e6), ("tiny_attention", 3e6)):
+def test_the_shapes_that_ship_are_small_enough():
+    for name, limit_bytes in (("tiny", 10e6), ("tiny_attention", 3e6), ("tiny_draft", 1e6)):
         with torch.device("meta"):
             model = HybridLM(shape(name))
         assert 2 * sum(p.numel() for p in model.parameters()) < limit_bytes

@@ -14,7 +14,8 @@ from minserve.model.shipped_shapes import shape
 from minserve.model.step import Step
 from minserve.model.tokenizer import load_tokenizer
 
-NAMES, LIMIT_BYTES = ("tiny", "tiny_attention"), {"tiny": 10e6, "tiny_attention": 3e6}
+LIMIT_BYTES = {"tiny": 10e6, "tiny_attention": 3e6, "tiny_draft": 1e6}
+NAMES = tuple(LIMIT_BYTES)
 
 
 @pytest.fixture(scope="module")
