@@ -1,12 +1,14 @@
 """What became of drafts, read from the log: how often those of each depth were kept, and what a step gave.
 
-verified    rows    draft 1    draft 2    draft 3        a row is one request in one step
-3 drafts       6    kept 5     kept 4     kept 4
-1 draft        2    kept 2
-none           2
+A row is one request in one step.
 
-acceptance of draft 2     4 of 6: of the rows that verified one       given draft 1    4 of 5: of those that kept it
-tokens per step           1 + (7 + 4 + 4) / 10: the kept drafts, and one more for each row
+    verified    rows    draft 1    draft 2    draft 3
+    3 drafts       6    kept 5     kept 4     kept 4
+    1 draft        2    kept 2
+    none           2
+
+    acceptance of draft 2     4 of 6: of the rows that verified one       given draft 1    4 of 5: of those that kept it
+    tokens per step           1 + (7 + 4 + 4) / 10: the kept drafts, and one more for each row
 """
 
 from __future__ import annotations
@@ -93,15 +95,16 @@ class DraftCounts:
         """The rate at which `tokens_at` gives so many tokens; None where not even all drafts kept would give them.
 
         >>> counts = DraftCounts(1, 2, drafted=(1, 1), reached=(1, 1), accepted=(1, 0))
-        >>> counts.rate_for(1.75), counts.rate_for(1.0), counts.rate_for(3.5)
+        >>> round(counts.rate_for(1.75), 9), counts.rate_for(1.0), counts.rate_for(3.5)
         (0.5, 0.0, None)
         """
         if self.tokens_at(1.0) < tokens_per_step:
             return None
         low, high = 0.0, 1.0
-        while self.tokens_at(low) < tokens_per_step and low < (middle := (low + high) / 2) < high:
+        for _ in range(60):  # halves: then they are as near to each other as two numbers can be
+            middle = (low + high) / 2
             low, high = (middle, high) if self.tokens_at(middle) < tokens_per_step else (low, middle)
-        return high if self.tokens_at(low) < tokens_per_step else low
+        return low
 
 
 def count_drafts(rows: Mapping[tuple[int, int], int], num_tokens: int) -> DraftCounts:

@@ -190,10 +190,6 @@ class RememberedSequences:
         self._by_use: OrderedDict[DraftSequence, None] = OrderedDict()  # the one used longest ago first
         self._by_end: dict[tuple, list[DraftSequence]] = {}  # by the ends of their runs
 
-    def __len__(self) -> int:
-        """How many sequences are remembered."""
-        return len(self._by_use)
-
     def find(self, context: tuple[int, ...]) -> tuple[DraftSequence | None, int]:
         """The sequence that shares the longest beginning with a context, and that beginning's length.
 

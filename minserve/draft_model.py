@@ -72,7 +72,7 @@ class DraftModel:
         Equal contexts are run once.
 
         Arguments:
-            contexts: token ids, at least one per context; none may be changed while this runs.
+            contexts: token ids, at least one per context; they are not changed.
         Errors: InvalidValue for an empty context or a token outside the vocabulary; then nothing has been run.
         Changes: what is remembered.
         """

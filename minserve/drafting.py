@@ -152,9 +152,8 @@ class Drafting:
     def _score(self, rows: Sequence[DraftRow]) -> Float[Tensor, "rows vocab"]:
         """Scores of the token behind each row's drafts. Errors: InvalidValue for a drafter of another vocabulary."""
         if self._head is not None:
-            logits = self._head.logits(rows)
             # A head that overflows guesses anything: what it says decides speed alone.
-            return torch.where(usable_rows(logits)[:, None], logits, 0.0)
+            return torch.nan_to_num(self._head.logits(rows), nan=0.0, posinf=0.0, neginf=0.0)
         logits = self._drafter.logits([[*row.request.tokens, *row.ids] for row in rows])
         shape = getattr(logits, "shape", None)
         if shape != (len(rows), self._vocab_size):

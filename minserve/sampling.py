@@ -154,8 +154,12 @@ def filter_probs(
     highest_temperature = torch.finfo(rows.dtype).max  # a larger one would become inf, and -inf / inf is NaN
     temperatures = [1.0 if p.is_greedy else min(p.temperature, highest_temperature) for p in params]
     probs = torch.softmax((rows - top) / rows.new_tensor(temperatures)[:, None], dim=-1)
-    probs = torch.where(_kept(rows, probs, params), probs, 0.0)
-    probs = probs / probs.sum(dim=-1, keepdim=True)
+    # Only rows that filter are normalised again: so a row does not depend on whether others do.
+    filtering = [i for i, p in enumerate(params) if not p.is_greedy and (p.top_k or p.top_p < 1 or p.min_p)]
+    if filtering:
+        of_these, chosen = probs[filtering], [params[i] for i in filtering]
+        of_these = torch.where(_kept(rows[filtering], of_these, chosen), of_these, 0.0)
+        probs[filtering] = of_these / of_these.sum(dim=-1, keepdim=True)
     greedy = [i for i, p in enumerate(params) if p.is_greedy]
     if greedy:
         best = rows[greedy].argmax(dim=-1)  # of equal ones the first
@@ -170,7 +174,7 @@ def _kept(
     vocab_size = rows.shape[-1]
     min_p = probs.new_tensor([p.min_p for p in params])[:, None]
     keep = probs >= min_p * probs.amax(dim=-1, keepdim=True)
-    ranked = [i for i, p in enumerate(params) if not p.is_greedy and (0 < p.top_k < vocab_size or p.top_p < 1)]
+    ranked = [i for i, p in enumerate(params) if 0 < p.top_k < vocab_size or p.top_p < 1]
     if not ranked:
         return keep
     # Sorted by logit: two logits may round to one probability, and their order must survive that.

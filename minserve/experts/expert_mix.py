@@ -17,6 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+COPIED_AT_MOST = 1 << 17  # weights of few tokens' experts: so many stay in a processor's cache
+
 
 def expert_mix(
     x: Float[Tensor, "tokens hidden"],
@@ -37,7 +39,7 @@ def expert_mix(
     """
     if len(x) == 1:
         return _mix_one_token(x, expert_ids, weights, gate_up, down)
-    if 0 < 2 * expert_ids.numel() <= len(gate_up):
+    if 0 < expert_ids.numel() * gate_up[0].numel() <= COPIED_AT_MOST:
         return _mix_few_tokens(x, expert_ids, weights, gate_up, down)
     # Sort the choices by expert, so that each expert's rows lie together and are two products.
     num_choices = expert_ids.shape[1]
@@ -66,11 +68,11 @@ def _mix_one_token(x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tens
 
 
 def _mix_few_tokens(x: Tensor, expert_ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """The mix of so few tokens that most of their choices have an expert of their own: no grouping, a matrix each."""
+    """The mix of few tokens and small experts: a copy of its matrices for each choice costs less than grouping."""
     (num_tokens, num_choices), chosen = expert_ids.shape, expert_ids.flatten()
     rows = x.repeat_interleave(num_choices, 0)[:, None]
-    gate, up = torch.bmm(rows, gate_up[chosen].mT).chunk(2, dim=-1)
-    mixed = torch.bmm(F.silu(gate) * up, down[chosen].mT).view(num_tokens, num_choices, -1)
+    gate, up = torch.bmm(rows, gate_up.index_select(0, chosen).mT).chunk(2, dim=-1)
+    mixed = torch.bmm(F.silu(gate) * up, down.index_select(0, chosen).mT).view(num_tokens, num_choices, -1)
     return (weights.to(x.dtype)[:, None] @ mixed)[:, 0]
 
 

@@ -22,8 +22,9 @@ from minserve.plots.charts import (
 )
 from minserve.plots.reuse import interval_map
 from minserve.plots.sharing import radix_tree
+from minserve.plots.speculation import draft_steps
 
 __all__ = [
-    "Figure", "bars", "distribution", "heatmap", "histogram", "interval_map", "lines", "page_map", "radix_tree",
-    "stacked_bars", "timeline",
+    "Figure", "bars", "distribution", "draft_steps", "heatmap", "histogram", "interval_map", "lines", "page_map",
+    "radix_tree", "stacked_bars", "timeline",
 ]  # fmt: skip
