@@ -28,6 +28,7 @@ bench: .venv/dev
 	$(BIN)/python -m minserve bench prefix
 	$(BIN)/python -m minserve bench tree
 	$(BIN)/python -m minserve bench delta
+	$(BIN)/python -m minserve bench drafts
 
 race: .venv/base
 	$(BIN)/python -m minserve race
