@@ -195,12 +195,11 @@ class Engine:
         output = self._runner.run(slices, drafts, ticket, self.cache)
         cost_s = self._cost_s(slices)
         self._gone = frozenset(self._leaving)  # who leaves later still gets this step's tokens
-        logits = None if output is None else output.logits
-        chosen = choose_tokens(slices, logits, self._riders_of, drafts, self._runner.verify)
+        chosen = choose_tokens(slices, output and output.logits, self._riders_of, drafts, self._runner.verify)
         if cost_s is not None:
             self.log.clock.advance(cost_s)
         step_s = self.log.clock.now() - model_began_s
-        self.drafting.follow(slices, chosen, None if output is None else output.hidden)
+        self.drafting.follow(slices, chosen, output and output.hidden)
         self.drafting.learn(slices, chosen, step_s)
         number, self._num_steps = self._num_steps, self._num_steps + 1
         record_step(self.log, number, slices, began_s)

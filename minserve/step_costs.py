@@ -54,7 +54,7 @@ class MeasuredCosts:
     >>> for _ in range(ENOUGH):
     ...     costs.observe_step(1, 0.004)
     ...     costs.observe_step(5, 0.006)
-    >>> round(costs.step_s(1, 3), 6), costs.step_s(1, 8), costs.is_unknown(3), costs.is_unknown(8)
+    >>> round(costs.step_s(1, 3), 6), costs.step_s(1, 8), costs.is_unknown(5), costs.is_unknown(8)
     (0.005, 0.006, False, True)
     """
 
@@ -93,10 +93,14 @@ class MeasuredCosts:
         return (1 - share) * self._steps[low].value + share * self._steps[high].value
 
     def draft_s(self, num_rows: int) -> float:
-        """See Costs.draft_s: that of the number of rows nearest to this one; 0.0 where nothing has been measured."""
-        if not self._drafts:
+        """See Costs.draft_s: that of the number of rows nearest to this one; 0.0 where none was measured often enough.
+
+        A first draft may cost more than others: a small model reads the whole prompt before it.
+        """
+        known = [size for size, latest in self._drafts.items() if latest.count >= ENOUGH]
+        if not known:
             return 0.0
-        return self._drafts[min(self._drafts, key=lambda known: abs(math.log(known / num_rows)))].value
+        return self._drafts[min(known, key=lambda size: abs(math.log(size / num_rows)))].value
 
 
 class _Latest:

@@ -55,17 +55,16 @@ def paged_attention(
     page_size, kv_heads = k_pages.shape[1:3]
     _check_contexts(num_queries, contexts, page_tables.shape[1] * page_size)
     wide = torch.promote_types(q.dtype, torch.float32)
-    queries = (q.to(wide) * q.shape[-1] ** -0.5).unflatten(1, (kv_heads, -1)).transpose(0, 1)  # kv t group d
+    q_scaled = q.to(wide) * q.shape[-1] ** -0.5
+    if len(contexts) == 1 and 0 < num_queries[0] * contexts[0] * q.shape[1] <= SCORES_AT_A_TIME:
+        out, lse = _attend_alone(q_scaled, k_pages, v_pages, page_tables[0], contexts[0])
+        return out.to(q.dtype), lse
+    queries = q_scaled.unflatten(1, (kv_heads, -1)).transpose(0, 1)  # kv t group d
     begins = torch.arange(page_tables.shape[1], device=q.device) * page_size
     page_tables = page_tables.masked_fill(begins >= context_lens[:, None], 0)  # any page will do: it is not looked at
     groups = list(_alike(num_queries, contexts))
     room = max((len(rows) * pages_needed(contexts[rows[-1]], page_size) for rows in groups), default=0)
     copied = k_pages.new_empty(2, room, *k_pages.shape[1:])
-    if len(contexts) == 1 and groups and num_queries[0] * contexts[0] * q.shape[1] <= SCORES_AT_A_TIME:  # decode alone
-        page_ids = page_tables[:, : pages_needed(contexts[0], page_size)]
-        k, v = (x.to(wide) for x in _gather(k_pages, v_pages, page_ids, contexts, copied))
-        out, lse = _attend(queries[:, None], k, v, [contexts[0] - num_queries[0] + 1])
-        return out[:, 0].transpose(0, 1).flatten(1, 2).to(q.dtype), lse[:, 0].transpose(0, 1).flatten(1)
     out, lse = torch.zeros_like(queries), queries.new_full(queries.shape[:-1], -torch.inf)
     for rows in groups:
         lens, num = [contexts[row] for row in rows], num_queries[rows[0]]
@@ -78,6 +77,27 @@ def paged_attention(
             sees = [length - num + first + 1 for length in lens]
             out[:, tokens], lse[:, tokens] = _attend(queries[:, tokens], k, v, sees)
     return out.transpose(0, 1).flatten(1, 2).to(q.dtype), lse.transpose(0, 1).flatten(1)
+
+
+def _attend_alone(
+    q: Float[Tensor, "tokens heads head_dim"],
+    k_pages: Float[Tensor, "pages page_size kv_heads head_dim"],
+    v_pages: Float[Tensor, "pages page_size kv_heads head_dim"],
+    pages: Int[Tensor, " max_pages"],
+    context: int,
+) -> tuple[Float[Tensor, "tokens heads head_dim"], Float[Tensor, "tokens heads"]]:
+    """Attend from the few last tokens of the only row there is, in as few calls as it takes: it is what one user feels."""
+    num, kv_heads, page_ids = len(q), k_pages.shape[2], pages[: pages_needed(context, k_pages.shape[1])]
+    k, v = (x.index_select(0, page_ids).flatten(0, 1)[:context].transpose(0, 1).to(q.dtype) for x in (k_pages, v_pages))
+    queries = q.unflatten(1, (kv_heads, -1)).transpose(0, 1)  # kv t group d
+    scores = torch.bmm(queries.flatten(1, 2), k.mT)
+    if num > 1:
+        later = torch.ones(num, num, dtype=torch.bool, device=q.device).triu(1)
+        scores.unflatten(1, (num, -1))[..., context - num :].masked_fill_(later[:, None], -torch.inf)
+    lse = scores.logsumexp(-1)
+    out = torch.bmm(scores.sub_(lse[..., None]).exp_(), v)
+    out, lse = (x.unflatten(1, (num, -1)).transpose(0, 1).flatten(1, 2) for x in (out, lse))
+    return out, lse
 
 
 def _check_contexts(num_queries: list[int], contexts: list[int], capacity: int) -> None:
