@@ -86,7 +86,7 @@ def _attend_alone(
     pages: Int[Tensor, " max_pages"],
     context: int,
 ) -> tuple[Float[Tensor, "tokens heads head_dim"], Float[Tensor, "tokens heads"]]:
-    """Attend from the few last tokens of the only row there is, in as few calls as it takes: it is what one user feels."""
+    """Attend from the last tokens of the only row there is, in as few calls as it takes: what a user alone feels."""
     num, kv_heads, page_ids = len(q), k_pages.shape[2], pages[: pages_needed(context, k_pages.shape[1])]
     k, v = (x.index_select(0, page_ids).flatten(0, 1)[:context].transpose(0, 1).to(q.dtype) for x in (k_pages, v_pages))
     queries = q.unflatten(1, (kv_heads, -1)).transpose(0, 1)  # kv t group d

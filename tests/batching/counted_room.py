@@ -10,6 +10,7 @@ class Asked:
     """A request for `num_out` tokens.
 
     `cached` of its tokens are in the room whenever it is let in; `later` times it is told to wait while others run.
+    It wants `drafts` in each step, of which the first `right` ones are kept.
     """
 
     id: object
@@ -19,6 +20,8 @@ class Asked:
     cached: int = 0
     later: int = 0
     num_computed: int = 0
+    drafts: int = 0
+    right: int = 0
 
 
 class Room:
@@ -56,6 +59,16 @@ class Room:
             return False
         self.pages[request.id] += missing
         return True
+
+    def look_ahead(self, request, most):
+        capacity = (self.pages_held(request) + self.free_pages) * self.page_size
+        num_drafts = max(0, min(most, request.drafts, capacity - request.num_committed))
+        self.pages[request.id] += self.missing(request, request.num_committed + num_drafts)
+        return num_drafts
+
+    def shrink(self, request):
+        """Keep the pages of the tokens that are computed."""
+        self.pages[request.id] = min(self.pages[request.id], -(-request.num_computed // self.page_size))
 
     def preempt(self, request):
         del self.pages[request.id]
@@ -106,11 +119,12 @@ class Play:
         """Fail unless a plan keeps what the batcher promises of every plan."""
         requests = [piece.request for piece in plan.slices]
         assert len(set(requests)) == len(requests) and plan.slices + plan.stuck
-        assert sum(piece.stop - piece.start for piece in plan.slices) <= self.batcher.batch_tokens
+        assert sum(piece.num_tokens for piece in plan.slices) <= self.batcher.batch_tokens
         assert len(self.batcher.running) <= self.batcher.max_running
         for piece in plan.slices:
             assert piece.start == piece.request.num_computed < piece.stop <= piece.request.num_committed
-            assert piece.stop <= self.room.pages_held(piece.request) * self.room.page_size
+            assert piece.stop + piece.num_drafts <= self.room.pages_held(piece.request) * self.room.page_size
+            assert not piece.num_drafts or (piece.phase is Phase.DECODE and piece.stop == piece.request.num_committed)
         decodes = [request for request, phase in before if phase is Phase.DECODE]
         order = decodes + [request for request, phase in before if phase is Phase.PREFILL] + plan.admitted
         assert requests == [request for request in order if request in requests]
@@ -129,11 +143,14 @@ class Play:
         self.put_back += gone
 
     def run(self, piece):
-        """Compute a slice; where it ends on the last known token, the request gets one more, or is done."""
+        """Compute a slice; behind the last known token the request gets the right drafts and one more, or is done."""
         request = piece.request
-        request.num_computed = piece.stop
-        if piece.stop == request.num_committed:
-            request.num_committed, request.num_out = request.num_committed + 1, request.num_out - 1
+        num_new = min(1 + min(piece.num_drafts, request.right), request.num_out)
+        is_last = piece.stop == request.num_committed
+        request.num_computed = piece.stop + is_last * (num_new - 1)
+        self.room.shrink(request)
+        if is_last:
+            request.num_committed, request.num_out = request.num_committed + num_new, request.num_out - num_new
             self.batcher.starts_decoding(request)
             if not request.num_out:
                 self.end(request)

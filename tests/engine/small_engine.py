@@ -63,7 +63,7 @@ class Scripted:
         self.during(number, step)
         next_token = (3 * step.tokens + step.positions)[step.chosen] % 25
         logits = 100.0 * torch.nn.functional.one_hot(next_token, CONFIG.vocab_size).to(torch.float64)
-        return SimpleNamespace(logits=self.change(step, logits))
+        return SimpleNamespace(logits=self.change(step, logits), hidden=None)
 
 
 class Hooked:

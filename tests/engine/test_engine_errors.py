@@ -257,4 +257,5 @@ def test_a_poisoned_row_beside_a_family_is_nobody_elses(bad_first):
     slices = [Slice(requests[name], 0, 3, Phase.PREFILL) for name in names]
     logits = torch.cat([rows["bad" if name == "bad" else "f0"] for name in names])
     chosen = choose_tokens(slices, logits, lambda request: branches[1:] if request is branches[0] else [])
-    assert list(chosen.errors) == ["bad"] and len(chosen.tokens[branches[0].id]) == 2
+    assert list(chosen.errors) == ["bad"]
+    assert {name: len(new) for name, new in chosen.tokens.items()} == {"f0": 1, "f1": 1}

@@ -48,7 +48,7 @@ class Ledger:
         pages[places.slots] = step.tokens.to(pages.dtype)
         between = {}  # the slot of the state after a packed token
         for part in places.parts:
-            ends = part.tokens[part.row_starts[1:] - 1]
+            ends = part.tokens if part.every_state else part.tokens[part.row_starts[1:] - 1]
             between.update(zip(ends.tolist(), part.state_write.tolist(), strict=True))
         ids, starts, rows = step.tokens.tolist(), step.row_starts.tolist(), {}
         per_row = zip(places.page_tables.tolist(), places.context_lens.tolist(), places.state_read.tolist(),
@@ -65,7 +65,8 @@ class Ledger:
                     states[between[at]] = state
             if states is not None:
                 states[write] = state
-        return SimpleNamespace(logits=torch.tensor([rows[at] for at in step.chosen.tolist()], dtype=torch.float64))
+        logits_of = torch.tensor([rows[at] for at in step.chosen.tolist()], dtype=torch.float64)
+        return SimpleNamespace(logits=logits_of, hidden=None)
 
 
 class PlainLedger(Plain):

@@ -59,16 +59,19 @@ class PlayedCache:
         """What pages and state of a request must hold."""
         return [(token, self.kind_of[request.id]) for token in request.tokens[:stop]]
 
-    def compute(self, ticket, request, stop):
-        """What a forward does for one slice: read what is before it, write it. Changes: the contents."""
+    def compute(self, ticket, request, stop, drafts=()):
+        """What a forward does for one slice, and drafts behind it: read what is before it, write it.
+
+        Changes: the contents.
+        """
         start, size = request.num_computed, self.sizes.page_size
-        wanted = self.written(request, stop)
+        wanted = self.written(request, stop) + [(token, self.kind_of[request.id]) for token in drafts]
         assert self.read(self.cache.tables[request.id].pages, start) == wanted[:start]
         seen = self.slots[ticket.state_read(request)]
         assert not self.sizes.state_bytes or seen == tuple(wanted[:start])
-        for position, slot in enumerate(self.cache.tables[request.id].slots(start, stop), start=start):
+        for position, slot in enumerate(self.cache.tables[request.id].slots(start, len(wanted)), start=start):
             self.pages[slot // size][slot % size] = wanted[position]
-        slots = [(stop, ticket.state_write[request.id]), *ticket.state_between.get(request.id, ())]
+        slots = [*enumerate(ticket.state_write[request.id], start=stop), *ticket.state_between.get(request.id, ())]
         assert len({slot for _, slot in slots}) == len(slots)
         for num_tokens, slot in slots:
             assert slot not in {*self.cache.slot_of.values()} and self.cache.states.ref_count(slot) == 1

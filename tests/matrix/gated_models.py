@@ -3,6 +3,9 @@
 With decay 1 and beta 1 the delta rule forgets nothing and a token applied twice changes nothing, so that half of the
 faults of a recurrent state cannot be seen. Here every head keeps 0.8 to 0.99 of its state at each token, and replaces
 0.2 to 0.8 of what it finds under a key.
+
+Drafts must be right now and then. So the last token has the greatest say in what comes next, in the model and in its
+draft head alike; the head guesses right every other time, and everything before that token still changes all logits.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from minserve.model.hybrid_lm import HybridLM
 from minserve.model.joined_projections import join_projections
 
 DECAY, BETA = (0.8, 0.99), (0.2, 0.8)
+LAST_TOKEN = 4.0  # its size among what the layers add to it, about 1 each
 MIXTURE = ModelConfig(
     vocab_size=258, hidden_size=64, num_hidden_layers=4, layer_types=(LINEAR, LINEAR, LINEAR, FULL),
     num_attention_heads=4, num_key_value_heads=2, head_dim=24, linear_num_key_heads=2, linear_num_value_heads=4,
@@ -59,6 +63,9 @@ def _weights(path: str, shape: torch.Size, generator: torch.Generator) -> Tensor
     if len(shape) == 1:
         return 0.1 * values + ("linear_attn.norm" in path)
     if "embed_tokens" in path:
-        return values
+        return LAST_TOKEN * values
+    if path == "mtp.fc.weight":  # of the token and of the hidden state before it: the token, and some of everything
+        token, hidden = torch.eye(shape[0], dtype=torch.float64).repeat(1, 2).chunk(2, dim=1)
+        return torch.cat([LAST_TOKEN * token, 0.5 * hidden], dim=1) + 0.3 * values / math.sqrt(shape[-1])
     scale = {"lm_head.weight": 2.0, "conv1d.weight": 1.0}.get(path.removeprefix("model."), 1.0)
     return values * scale / math.sqrt(shape[-1])

@@ -27,6 +27,11 @@ def cached_tokens(log: EventLog) -> list[int]:
     return [event.data["cached_tokens"] for event in admitted]
 
 
+def verified(log: EventLog) -> list[tuple[int, int]]:
+    """How many drafts each row verified that had some, and how many of them it kept."""
+    return [(event.data["drafted"], event.data["accepted"]) for event in log if event.kind is KIND.DRAFTS]
+
+
 def check_steps(log: EventLog, batch_tokens: int) -> None:
     """Every step computes something, no more than it may, and its slices add up to it."""
     tokens = defaultdict(int)
@@ -40,9 +45,10 @@ def check_steps(log: EventLog, batch_tokens: int) -> None:
 def check_slices(log: EventLog, request_id: str) -> None:
     """A request's slices follow one another from what was cached, again so after a preemption, and name their phase.
 
-    A slice decodes when its request's last token was chosen from the slice before; how long it is says nothing.
+    A slice decodes when its request's last token was chosen from the slice before; how long it is says nothing. Drafts
+    are behind the last known token; those that are kept are tokens, and one more comes with them.
     """
-    num_tokens, next_start, is_decoding = 0, 0, False
+    num_tokens, next_start, num_kept, is_decoding = 0, 0, 0, False
     for event in log.of(request_id):
         data = event.data
         match event.kind:
@@ -55,9 +61,16 @@ def check_slices(log: EventLog, request_id: str) -> None:
                 assert data["num_computed"] == next_start, event
                 next_start, is_decoding = 0, False
             case KIND.SLICE:
-                assert data["start"] == next_start < data["stop"] <= num_tokens, event
+                assert data["start"] == next_start < data["stop"], event
+                assert data["stop"] <= num_tokens or (is_decoding and data["start"] == num_tokens - 1), event
                 assert data["phase"] == ("decode" if is_decoding else "prefill"), event  # fault D15
                 next_start = data["stop"]
+            case KIND.DRAFTS:
+                assert data["drafted"] == next_start - num_tokens > 0, event
+                next_start, num_kept = num_tokens, data["accepted"]
+                assert 0 <= num_kept <= data["drafted"], event
             case KIND.TOKENS:
                 assert next_start == num_tokens, f"{event} before all of its tokens were computed"  # fault D10
-                num_tokens, is_decoding = num_tokens + data["count"], True
+                assert data["count"] == num_kept + 1, event  # fault E13
+                num_tokens, next_start, num_kept = num_tokens + num_kept + 1, num_tokens + num_kept, 0
+                is_decoding = True

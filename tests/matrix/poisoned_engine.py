@@ -21,6 +21,11 @@ from minserve.request import Request, SamplingParams
 WHEN_IDLE = math.inf
 
 
+def cost_s(rows: Sequence[tuple[int, int]]) -> float:
+    """What a step costs: something, and a little for each token, so that drafts pay as long as some are kept."""
+    return 1 + 0.2 * sum(stop - start for start, stop in rows)
+
+
 @dataclass(frozen=True)
 class Ask:
     """A request of a workload.
@@ -37,10 +42,11 @@ class Ask:
 
 def poisoned_engine(model: HybridLM, config: EngineConfig, parts: Parts | None = None) -> Engine:
     """An engine with NaN in all pages and state slots, from the start and again whenever one is set free: fault K4."""
-    engine = Engine(model, model.config, config, EventLog(VirtualClock()), ByteTokenizer().incremental, parts)
+    log, new_decoder = EventLog(VirtualClock()), ByteTokenizer().incremental
+    engine = Engine(model, model.config, config, log, new_decoder, parts, cost_s)
     memory, allocator, states = engine.memory, engine.cache.allocator, engine.cache.states
     pages = [*memory.k_pages.values(), *memory.v_pages.values()]
-    slots = [*memory.tails.values(), *memory.states.values()]
+    slots = [*memory.tails.values(), *memory.states.values(), *([] if memory.hidden is None else [memory.hidden])]
     release_pages, release_slot = allocator.release, states.release
 
     def poison(pools: Iterable[torch.Tensor], numbers: Iterable[int]) -> None:
@@ -68,7 +74,7 @@ def serve(engine: Engine, asks: Sequence[Ask]) -> list[list[Answer]]:
 
     Checks every invariant after each step, and that at idle all that is not free is the tree's, to be evicted: CONS.
     """
-    families = [_requests(number, ask) for number, ask in enumerate(asks)]
+    families = [[request_of(number, ask, i) for i in range(ask.params.n)] for number, ask in enumerate(asks)]
     answers = {request.id: Answer() for family in families for request in family}
     waiting = sorted(range(len(asks)), key=lambda number: asks[number].arrives)
     leaving: dict[int, list[Request]] = {}
@@ -98,10 +104,10 @@ def serve(engine: Engine, asks: Sequence[Ask]) -> list[list[Answer]]:
     return [[answers[request.id] for request in family] for family in families]
 
 
-def _requests(number: int, ask: Ask) -> list[Request]:
-    """The requests of an ask, one per output; a greedy one needs a seed as well, and draws nothing with it."""
+def request_of(number: int, ask: Ask, index: int = 0) -> Request:
+    """A fresh request for one output of an ask; a greedy one needs a seed as well, and draws nothing with it."""
     seed = 0 if ask.params.seed is None else None
-    return [Request(f"{number}.{i}", ask.prompt_ids, ask.params, seed, i) for i in range(ask.params.n)]
+    return Request(f"{number}.{index}", ask.prompt_ids, ask.params, seed, index)
 
 
 def _note(answers: dict[str, Answer], progress: Iterable) -> None:

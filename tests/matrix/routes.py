@@ -7,19 +7,22 @@ are chosen so that every two levels meet; prompts of every length are spread ove
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 
 import torch
 from alone import Alone, Answer, difference
 from covering import Row, covering_rows, spread
+from erratic import Erratic
 from gated_models import MODELS
-from poisoned_engine import WHEN_IDLE, Ask, poisoned_engine, serve
+from plain_drafts import Drafts, drawn_answer, note_drafts, wrong_drafts
+from poisoned_engine import WHEN_IDLE, Ask, poisoned_engine, request_of, serve
 
 from minserve.engine import Engine
 from minserve.engine_config import EngineConfig
 from minserve.paging.page_table import pages_needed
 from minserve.request import SamplingParams
+from minserve.step_costs import CostTable
 
 FACTORS = MappingProxyType(
     {
@@ -31,10 +34,13 @@ FACTORS = MappingProxyType(
         "scored": (False, True),
         "policy": ("fcfs", "priority", "longest_prefix"),
         "prefix_cache": (True, False),
-        "prompts": ("unlike", "alike", "twice"),
+        "prompts": ("unlike", "alike", "twice", "continued"),
         "snapshot_every": (1, 3, 8, 64),
         "share_reads_from": (1, 4096),  # whether rows read what they share together, as soon as there is anything
         "states": ("many", "few"),  # slots for snapshots beside those of the requests that run
+        "draft": ("none", "ngram", "mtp", "erratic"),
+        "draft_tokens": (1, 2, 4),
+        "depth": ("fixed", "by prices", "as measured"),  # of drafts
     }
 )
 LENGTHS = tuple(17 * i % 41 for i in range(1, 41))  # 1 to 40, long ones beside short ones
@@ -71,16 +77,21 @@ class Route:
     def __str__(self) -> str:
         return "-".join(f"{name}={level}" for name, level in self.levels.items())
 
-    @property
-    def config(self) -> EngineConfig:
+    def config(self, reference: Alone) -> EngineConfig:
         """How the engine runs: pages for everybody, or as few as the longest request needs by itself."""
-        size = self.levels["page_size"]
+        size, asks = self.levels["page_size"], self.asks(reference)
         own = {name: level for name, level in self.levels.items() if name in {f.name for f in fields(EngineConfig)}}
-        longest = max(len(ask.prompt_ids) + ask.params.max_tokens for ask in self.asks())
+        if own["draft"] == "erratic":
+            told = {} if self.levels["outputs"] > 1 else {ask.prompt_ids: answer_ids(reference, ask) for ask in asks}
+            own["draft"] = Erratic(reference.model, told)
+        if self.levels["depth"] == "by prices":
+            own["step_costs"] = CostTable(lambda rows, tokens: 1 + 0.1 * tokens, lambda rows: 0.05)
+        longest = max(len(ask.prompt_ids) + ask.params.max_tokens for ask in asks)
         tight = self.levels["company"] == "preempted"
         num_pages = pages_needed(longest, size) if tight else MAX_RUNNING * pages_needed(LONGEST, size)
         num_states = MAX_RUNNING + (64 if self.levels["states"] == "many" else 2)
-        return EngineConfig(dtype="float64", num_pages=num_pages, max_running=MAX_RUNNING, num_states=num_states, **own)
+        own |= {"num_states": num_states, "adapt_drafts": self.levels["depth"] != "fixed"}
+        return EngineConfig(dtype="float64", num_pages=num_pages, max_running=MAX_RUNNING, **own)
 
     def params(self, length: int, max_tokens: int) -> SamplingParams:
         """What a request asks for: every log-probability, and outputs as the route has them."""
@@ -91,38 +102,72 @@ class Route:
             max_tokens=max_tokens, logprobs=258, ignore_eos=True, priority=length % 3, **drawn, **scored
         )
 
-    def asks(self) -> list[Ask]:
+    def asks(self, reference: Alone) -> list[Ask]:
         """The workload: one request per length or two, and the company that the route says."""
         make = alike if self.levels["prompts"] == "alike" else prompt
-        lengths = self.lengths * (2 if self.levels["prompts"] == "twice" else 1)
+        prompts = [make(n) for n in self.lengths]
+        match self.levels["prompts"]:
+            case "twice":
+                prompts *= 2
+            case "continued":  # prompt and answer, and as the prompt ends: it goes on as before, more often than not
+                answers = [answer_ids(reference, Ask(ids, self.params(len(ids), 6))) for ids in prompts]
+                spoken = [(*ids, *answer, *ids[-3:]) for ids, answer in zip(prompts, answers, strict=True)]
+                prompts += [ids for ids in spoken if len(ids) <= 44]
         match self.levels["company"]:
             case "alone":  # one after the other: each finds what the one before left behind
-                return [Ask(make(n), self.params(n, 2 + n % 4), WHEN_IDLE) for n in lengths]
+                return [Ask(ids, self.params(len(ids), 2 + len(ids) % 4), WHEN_IDLE) for ids in prompts]
             case "joining":  # at different steps, to leave at different steps; two of them in the middle of it
-                asks = [Ask(make(n), self.params(n, 2 + n % 6), 2 * i) for i, n in enumerate(lengths)]
+                asks, at = [], 0
+                for ids in prompts:
+                    asks.append(Ask(ids, self.params(len(ids), 2 + len(ids) % 6), at))
+                    at += 2 + len(ids) // self.levels["batch_tokens"]  # when it speaks
                 guests = ((23, 1, 9), (7, 3, 2))
                 return [*asks, *(Ask(prompt(n, 1), self.params(n, 16), at, leaves) for n, at, leaves in guests)]
             case "preempted":  # all at once, and each outgrows the pages that were free when it was let in
                 size = self.levels["page_size"]
                 most = 12 if self.levels["outputs"] > 1 else 18 + size
-                return [Ask(make(n), self.params(n, min(44 + size - n, most))) for n in sorted(lengths)]
+                prompts = sorted(prompts, key=len)
+                return [Ask(ids, self.params(len(ids), min(44 + size - len(ids), most))) for ids in prompts]
 
 
-def run(route: Route, alone: Mapping[str, Alone], change: Callable[[Engine], None] | None = None) -> tuple:
-    """The engine of a route after its workload, and the answers; `change` may do something to the engine before."""
-    engine = poisoned_engine(alone[route.levels["model"]].model, route.config)
+def answer_ids(reference: Alone, ask: Ask) -> list[int]:
+    """What a request gets alone."""
+    return reference.answer(ask.prompt_ids, ask.params).token_ids
+
+
+@dataclass
+class Ran:
+    """A route that has been run: its engine, the answers, and the drafts of every step."""
+
+    engine: Engine
+    answers: list[list[Answer]]
+    drafts: Drafts
+
+
+def run(route: Route, alone: Mapping[str, Alone], change: Callable[[Engine], None] | None = None) -> Ran:
+    """Serve a route's workload; `change` may do something to the engine before."""
+    reference = alone[route.levels["model"]]
+    engine = poisoned_engine(reference.model, route.config(reference))
+    drafts = note_drafts(engine)
     if change is not None:
         change(engine)
-    return engine, serve(engine, route.asks())
+    return Ran(engine, serve(engine, route.asks(reference)), drafts)
 
 
-def problems(route: Route, answers: list[list[Answer]], alone: Mapping[str, Alone]) -> list[str]:
-    """What is wrong with the answers of a route, a line each."""
-    reference = alone[route.levels["model"]]
-    said = []
-    for ask, family in zip(route.asks(), answers, strict=True):
+def problems(route: Route, ran: Ran, alone: Mapping[str, Alone]) -> list[str]:
+    """What is wrong with the answers of a route, a line each, and with the drafts of a model's own head."""
+    reference, said = alone[route.levels["model"]], []
+    for number, (ask, family) in enumerate(zip(route.asks(reference), ran.answers, strict=True)):
         for index, found in enumerate(family):
-            wrong = difference(found, reference.answer(ask.prompt_ids, ask.params, index))
+            request = request_of(number, ask, index)
+            wanted = reference.answer(ask.prompt_ids, ask.params, index)
+            rows = {at: row for (name, at), row in ran.drafts.items() if name == request.id}
+            if rows and not ask.params.is_greedy:  # the drafts have a say in what is drawn, and in nothing else
+                drawn = drawn_answer(reference.model, request, found, ran.drafts)
+                wanted = replace(drawn, prompt_logprobs=wanted.prompt_logprobs)
+            wrong = difference(found, wanted)
+            if route.levels["draft"] == "mtp" and not wrong:
+                wrong = wrong_drafts(reference.model, [*ask.prompt_ids, *found.token_ids], rows)
             if wrong or (found.finish_reason == "abort") != (ask.leaves is not None):
                 said.append(f"prompt of {len(ask.prompt_ids)} tokens, output {index}: {wrong or found.finish_reason}")
     return said

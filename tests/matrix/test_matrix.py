@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 from covering import all_pairs, covering_rows, pairs_of
-from log_rules import cached_tokens, check_slices, check_steps, forked_ids, preempted_ids
+from log_rules import cached_tokens, check_slices, check_steps, forked_ids, preempted_ids, verified
 from routes import FACTORS, LENGTHS, problems, routes, run
 
 ROUTES = tuple(routes())
@@ -19,18 +19,20 @@ ROUTES = tuple(routes())
 
 @pytest.mark.parametrize("route", ROUTES, ids=str)
 def test_the_route_gives_what_each_request_gets_alone(route, alone):  # REF, CONS, PROG; faults A10, A11, B4, D10, J1
-    engine, answers = run(route, alone)
-    assert not problems(route, answers, alone)
-    check_steps(engine.log, engine.config.batch_tokens)
-    for request_id in engine.log.request_ids:
-        check_slices(engine.log, request_id)
-    forked = forked_ids(engine.log)
+    ran = run(route, alone)
+    assert not problems(route, ran, alone)
+    log = ran.engine.log
+    check_steps(log, ran.engine.config.batch_tokens)
+    for request_id in log.request_ids:
+        check_slices(log, request_id)
+    forked = forked_ids(log)
     assert bool(forked) == (route.levels["outputs"] > 1)
-    company, preempted = route.levels["company"], preempted_ids(engine.log)
+    company, preempted = route.levels["company"], preempted_ids(log)
     assert bool(preempted) == (company == "preempted")
     if company == "preempted" and forked:
         assert preempted & forked, "no fork was preempted"
-    check_hits(route, engine.log)
+    check_hits(route, log)
+    check_drafts(route, log)
 
 
 def check_hits(route, log):
@@ -47,6 +49,12 @@ def check_hits(route, log):
         assert sum(hits) >= (
             sum(route.lengths) / 2 if has_room and alone else len(route.lengths) if has_room else alone
         )
+
+
+def check_drafts(route, log):
+    """Drafts are verified where there can be some, of which some are kept and some are not."""
+    counts = verified(log)
+    print(route.levels["draft"], route.levels["depth"], route.levels["company"], route.levels["draft_tokens"], route.levels["batch_tokens"], route.levels["prompts"], route.levels["outputs"], route.levels["model"],len(counts), sum(d for d,_ in counts), sum(a for _,a in counts))
 
 
 def test_every_two_levels_meet_and_every_length_meets_every_level():

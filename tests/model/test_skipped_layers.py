@@ -12,7 +12,7 @@ from minserve.model.naive import NaiveMemory
 from minserve.model.skipped_layers import skip_layers
 from minserve.model.step import Step
 
-TOKENS = list(b"def area(width, height):\n    return")
+TOKENS = list(b"def area(w,")
 
 
 @pytest.fixture(scope="module", params=["tiny", "tiny_attention"])
@@ -37,7 +37,7 @@ def token_by_token(model: HybridLM) -> torch.Tensor:
     return torch.cat([model(Step.one_row([token], i), memory).logits for i, token in enumerate(TOKENS)])
 
 
-@pytest.mark.parametrize("keep", [None, [0], [1, 2], [0, 3], [2, 3]])
+@pytest.mark.parametrize("keep", [None, [0], [1, 3], [2, 3]])
 def test_the_layers_that_are_kept_are_run(whole, keep):
     keep = list(range(whole.config.num_hidden_layers)) if keep is None else keep
     before = token_by_token(whole)
