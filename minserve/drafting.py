@@ -68,20 +68,22 @@ class Drafting:
         self._found, self._draft_s = {}, 0.0
         if not self.is_on:
             return
-        num_rows = max(1, sum(phase is Phase.DECODE for _, phase in running))
+        decoding = [request for request, phase in running if phase is Phase.DECODE]
+        num_rows = max(1, len(decoding))
         self.depth = self._config.draft_tokens
         self._is_measuring = False
         if self._config.adapt_drafts:
             prices = [self.costs.step_s(num_rows, num_rows * (1 + depth)) for depth in range(self.depth + 1)]
             self.depth = best_depth(self.acceptance.rates(), prices, self.costs.draft_s(num_rows))
             unknown = isinstance(self.costs, MeasuredCosts) and self.costs.is_unknown(num_rows)
-            self._is_measuring = self.depth > 0 and unknown
+            # Beside a row whose depth is fixed there are no plain steps to be had.
+            self._is_measuring = self.depth > 0 and unknown and not any(map(has_fixed_depth, decoding))
         self._num_steps_off = 0 if self.depth else self._num_steps_off + 1
         if self._looks_up:
             began_s = self._clock.now()
-            for request, phase in running:
+            for request in decoding:
                 most = self._most(request)
-                if phase is Phase.DECODE and most > 0:
+                if most > 0:
                     self._found[request.id] = self._checked(self._drafter.propose(tuple(request.tokens), most))[:most]
             self._draft_s += self._clock.now() - began_s
 

@@ -78,7 +78,7 @@ class MeasuredCosts:
 
     def is_unknown(self, num_tokens: int) -> bool:
         """Whether nothing near this size, within a quarter, has been seen often enough and lately."""
-        near = range(math.floor(num_tokens * 0.8), math.ceil(num_tokens * 1.25) + 1)
+        near = range(math.ceil(num_tokens * 0.8), math.floor(num_tokens * 1.25) + 1)
         first = bisect_left(self._sizes, near.start)
         known = (size for size in self._sizes[first:] if size in near)
         return all(self._num_steps - self._steps[size].last_step > STALE_AFTER for size in known)

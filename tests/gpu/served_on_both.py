@@ -49,8 +49,9 @@ class Served(NamedTuple):
 
 
 def config_for(device: str, **options) -> EngineConfig:
-    """Kernels on the device, steps smaller than the prompts together, and every invariant checked."""
-    return EngineConfig(device=device, impl="triton", batch_tokens=64, check=True, **options)
+    """Kernels and drafts on the device, steps smaller than the prompts together, and every invariant checked."""
+    drafts = {"draft": "mtp", "adapt_drafts": False}
+    return EngineConfig(device=device, impl="triton", batch_tokens=64, check=True, **drafts, **options)
 
 
 def served_on_both(device: str, prompts: tuple[str, ...] = PROMPTS, max_tokens: int = 64) -> Served:

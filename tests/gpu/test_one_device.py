@@ -58,23 +58,26 @@ def serve(model, **config) -> list[list[int]]:
     return [request.output_ids for request in requests]
 
 
-def test_the_reference_stays_on_the_device(model):
+@pytest.mark.parametrize("draft", ["none", "ngram", "mtp"])
+def test_the_reference_stays_on_the_device(model, draft):
     with ClaimedDevice():
-        outputs = serve(model)
+        outputs = serve(model, draft=draft, adapt_drafts=False)
     assert [len(output) for output in outputs] == [params.max_tokens for params in PARAMS for _ in range(params.n)]
 
 
 @needs_triton
-def test_the_kernels_stay_on_the_device(model, monkeypatch):
+@pytest.mark.parametrize("draft", ["none", "mtp"])
+def test_the_kernels_stay_on_the_device(model, monkeypatch, draft):
     from minserve.deltanet import conv_tail_triton, gated_delta_triton
     from minserve.paging import paged_attention_triton
+    from minserve.speculation import verify_triton
 
     with ClaimedDevice() as mode:
-        for module in (paged_attention_triton, conv_tail_triton, gated_delta_triton):
+        for module in (paged_attention_triton, conv_tail_triton, gated_delta_triton, verify_triton):
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
                 monkeypatch.setattr(module, name, mode.launching(getattr(module, name)))
-        outputs = serve(model, impl="triton")
-        wanted = serve(model)
+        outputs = serve(model, impl="triton", draft=draft, adapt_drafts=False)
+        wanted = serve(model, draft=draft, adapt_drafts=False)
     assert mode.num_launched and outputs == wanted
 
 
