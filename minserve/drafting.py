@@ -20,6 +20,7 @@ from torch import Tensor
 from minserve.batching.batcher import Phase, Slice
 from minserve.choosing import Chosen
 from minserve.clock import Clock
+from minserve.depth_choice import DepthChoice
 from minserve.draft_rows import DraftRow
 from minserve.engine_config import EngineConfig
 from minserve.errors import InvalidValue
@@ -27,11 +28,9 @@ from minserve.mtp_drafts import MTPDrafts
 from minserve.request import Request
 from minserve.sampling import Stream, choose, filter_probs, penalized, uniform, usable_rows
 from minserve.sampling_params import as_ids
-from minserve.speculation.depth import Acceptance, best_depth
 from minserve.speculation.drafters import Drafter, NGramDrafter, Scorer
-from minserve.step_costs import Costs, MeasuredCosts
+from minserve.step_costs import MeasuredCosts
 
-LOOKS_ON_STEPS = 8  # for which the head goes on following requests when drafts do not pay any more
 
 class Drafting:
     """Makes the drafts of an engine's steps.
@@ -53,53 +52,52 @@ class Drafting:
         self._looks_up = isinstance(self._drafter, Drafter)
         self.is_on = self._looks_up or isinstance(self._drafter, Scorer) or head is not None
         most = config.draft_tokens if self.is_on else 0
-        self.acceptance = Acceptance(most)
-        self.depth = most
-        self.costs: Costs = config.step_costs or MeasuredCosts()
+        self.depth, self._choice = most, DepthChoice(most, config.step_costs or MeasuredCosts())
+        self.acceptance, self.costs = self._choice.acceptance, self._choice.costs
         self._is_measuring = False  # a plain step, so that its price is known
         self._found: dict[Hashable, list[int]] = {}
-        self._draft_s, self._num_steps_off = 0.0, 0
+        self._num_drafts: dict[Hashable, int] = {}
+        self._draft_s = 0.0
+        self._drafted_before: set[Hashable] = set()  # who had drafts in the step before
 
     def plan(self, running: Sequence[tuple[Request, Phase]]) -> None:
         """Choose how many drafts pay for those who run now, and look up those that are looked up.
 
         Before anything is taken for the step: a drafter that raises leaves nothing half done. Changes: the depth.
         """
-        self._found, self._draft_s = {}, 0.0
+        self._found, self._num_drafts, self._draft_s = {}, {}, 0.0
         if not self.is_on:
             return
         decoding = [request for request, phase in running if phase is Phase.DECODE]
-        num_rows = max(1, len(decoding))
-        self.depth = self._config.draft_tokens
-        self._is_measuring = False
-        if self._config.adapt_drafts:
-            prices = [self.costs.step_s(num_rows, num_rows * (1 + depth)) for depth in range(self.depth + 1)]
-            self.depth = best_depth(self.acceptance.rates(), prices, self.costs.draft_s(num_rows))
-            unknown = isinstance(self.costs, MeasuredCosts) and self.costs.is_unknown(num_rows)
+        adapts, self._is_measuring = self._config.adapt_drafts, False
+        rests = adapts and self._choice.rests(len(decoding))
+        for request in decoding:
+            if not rests or has_fixed_depth(request):
+                self._num_drafts[request.id] = self._look_up(request)
+        if adapts:
             # Beside a row whose depth is fixed there are no plain steps to be had.
-            self._is_measuring = self.depth > 0 and unknown and not any(map(has_fixed_depth, decoding))
-        self._num_steps_off = 0 if self.depth else self._num_steps_off + 1
-        if self._looks_up:
-            began_s = self._clock.now()
-            for request in decoding:
-                most = self._most(request)
-                if most > 0:
-                    self._found[request.id] = self._checked(self._drafter.propose(tuple(request.tokens), most))[:most]
-            self._draft_s += self._clock.now() - began_s
+            is_free = not (rests or any(map(has_fixed_depth, decoding)))
+            self.depth = 0 if rests else self._choice.choose([*self._num_drafts.values()])
+            self._is_measuring = bool(self.depth) and is_free and self._choice.wants_plain_step(len(decoding))
 
     def wanted(self, request: Request) -> int:
         """How many drafts a decoding request wants in this step."""
-        if not self.is_on:
-            return 0
-        if self._looks_up:
-            return len(self._found.get(request.id, ()))
-        return self._most(request) if self._head is None or self._head.can_draft(request) else 0
-
-    def _most(self, request: Request) -> int:
-        """How many drafts of a request pay, and can be of use, in this step."""
         depth = self._config.draft_tokens if has_fixed_depth(request) else 0 if self._is_measuring else self.depth
+        return min(depth, self._num_drafts.get(request.id, 0))
+
+    def _look_up(self, request: Request) -> int:
+        """How many drafts there can be for a request. Changes: those that are looked up are remembered."""
         # A step gives a token more than there are drafts, and none beyond the last one that may come.
-        return max(0, min(depth, len(request.prompt_ids) + request.params.max_tokens - request.num_committed - 1))
+        left = len(request.prompt_ids) + request.params.max_tokens - request.num_committed - 1
+        most = min(self._config.draft_tokens, left)
+        if most <= 0 or (self._head is not None and not self._head.can_draft(request)):
+            return 0
+        if not self._looks_up:
+            return most
+        began_s = self._clock.now()
+        found = self._found[request.id] = self._checked(self._drafter.propose(tuple(request.tokens), most))[:most]
+        self._draft_s += self._clock.now() - began_s
+        return len(found)
 
     def propose(self, slices: Sequence[Slice]) -> list[DraftRow]:
         """The drafts of the slices that have room for some, in their order. Changes: the head's pages."""
@@ -118,11 +116,10 @@ class Drafting:
     def follow(self, slices: Sequence[Slice], chosen: Chosen, hidden: Float[Tensor, "tokens hidden"] | None) -> None:
         """Let the MTP head see what a step has left for good, before it is committed. Changes: the head's pages.
 
-        A head that is switched off sees nothing, and a request of which it has missed something is not drafted for any
-        more. So it looks on for a few steps: prices and rates waver.
+        A head that rests sees nothing, and a request of which it has missed something is not drafted for any more.
         """
         if self._head is not None:
-            began_s, looks_on = self._clock.now(), self._num_steps_off <= LOOKS_ON_STEPS
+            began_s, looks_on = self._clock.now(), not self._choice.is_resting
             self._head.follow(slices, chosen, hidden, lambda request: looks_on or has_fixed_depth(request))
             self._draft_s += self._clock.now() - began_s
 
@@ -140,8 +137,10 @@ class Drafting:
         if isinstance(self.costs, MeasuredCosts) and len(decoding) == len(slices):
             self.costs.observe_step(sum(piece.num_tokens for piece in slices), step_s)
             deepest = max(piece.num_drafts for piece in slices)
-            if deepest:
-                self.costs.observe_drafts(len(slices), self._draft_s / deepest)
+            drafted = {piece.request.id for piece in slices if piece.num_drafts}
+            if drafted and drafted <= self._drafted_before:  # a drafter's first look at a text is none of its prices
+                self.costs.observe_drafts(len(drafted), self._draft_s / deepest)
+            self._drafted_before = drafted
 
     def draft_cost_s(self, slices: Sequence[Slice]) -> float:
         """What a step's drafts cost by a table of prices; 0 where prices are measured."""

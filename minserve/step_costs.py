@@ -8,7 +8,7 @@ for a machine that nobody here owns must count it (`minserve.tuning.draft_costs`
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from statistics import median
 from typing import Protocol
 
 ENOUGH = 3  # measurements of a size before it is relied on
-LATEST = 9  # measurements of a size that are remembered
-STALE_AFTER = 512  # steps after which a size that has not been seen is measured again
+LATEST = 5  # measurements of a size that are remembered
+STALE_AFTER = 64  # steps after which a size that has not been seen is to be measured again: machines have moods
 LEAST_S = 1e-9  # what a step takes at least: a virtual clock may stand still
 
 
@@ -47,8 +47,9 @@ class CostTable:
 class MeasuredCosts:
     """Prices as they were seen on the engine's clock.
 
-    A size that was seen often enough has the median of the latest times; between two sizes lies a straight line;
-    beyond the outermost ones nothing is known, and their price is taken. `is_unknown` says where one is missing.
+    Sizes that are nearly the same count as one, see `like_size`: with drafts each step has another. One that was seen
+    often enough has the median of the latest times; between two sizes lies a straight line; beyond the outermost ones
+    nothing is known, and their price is taken. `is_unknown` says where one is missing.
 
     >>> costs = MeasuredCosts()
     >>> for _ in range(ENOUGH):
@@ -61,34 +62,28 @@ class MeasuredCosts:
     def __init__(self) -> None:
         self._steps: dict[int, _Latest] = {}
         self._drafts: dict[int, _Latest] = {}
-        self._sizes: list[int] = []  # those seen often enough, in order
         self._num_steps = 0
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         """Take in a step's time. Changes: these prices."""
         self._num_steps += 1
-        latest = self._steps.setdefault(num_tokens, _Latest())
-        latest.add(max(seconds, LEAST_S), self._num_steps)
-        if latest.count == ENOUGH:
-            insort(self._sizes, num_tokens)
+        self._steps.setdefault(like_size(num_tokens), _Latest()).add(max(seconds, LEAST_S), self._num_steps)
 
     def observe_drafts(self, num_rows: int, seconds: float) -> None:
         """Take in the time of one draft for each of so many rows. Changes: these prices."""
-        self._drafts.setdefault(num_rows, _Latest()).add(seconds, self._num_steps)
+        self._drafts.setdefault(like_size(num_rows), _Latest()).add(seconds, self._num_steps)
 
     def is_unknown(self, num_tokens: int) -> bool:
         """Whether nothing near this size, within a quarter, has been seen often enough and lately."""
-        near = range(math.ceil(num_tokens * 0.8), math.floor(num_tokens * 1.25) + 1)
-        first = bisect_left(self._sizes, near.start)
-        known = (size for size in self._sizes[first:] if size in near)
-        return all(self._num_steps - self._steps[size].last_step > STALE_AFTER for size in known)
+        return not any(0.8 * num_tokens <= size <= 1.25 * num_tokens for size in self._known())
 
     def step_s(self, num_rows: int, num_tokens: int) -> float:
         """See Costs.step_s; tokens alone decide. 1.0 where nothing has been measured yet."""
-        if not self._sizes:
+        sizes = self._known()
+        if not sizes:
             return 1.0
-        at = bisect_left(self._sizes, num_tokens)
-        low, high = self._sizes[max(0, at - 1)], self._sizes[min(at, len(self._sizes) - 1)]
+        at = bisect_left(sizes, num_tokens)
+        low, high = sizes[max(0, at - 1)], sizes[min(at, len(sizes) - 1)]
         share = 0.0 if high == low else min(1.0, max(0.0, (num_tokens - low) / (high - low)))
         return (1 - share) * self._steps[low].value + share * self._steps[high].value
 
@@ -102,6 +97,20 @@ class MeasuredCosts:
             return 0.0
         return self._drafts[min(known, key=lambda size: abs(math.log(size / num_rows)))].value
 
+    def _known(self) -> list[int]:
+        """The sizes whose price is known, in order: seen often enough, and lately."""
+        oldest = self._num_steps - STALE_AFTER
+        return sorted(size for size, x in self._steps.items() if x.count >= ENOUGH and x.last_step >= oldest)
+
+
+def like_size(num: int) -> int:
+    """The size that stands for all like it, which are at most a twentieth larger or smaller.
+
+    >>> [like_size(num) for num in (1, 2, 3, 7, 31, 32, 33, 100)]
+    [1, 2, 3, 7, 32, 32, 32, 99]
+    """
+    return round(2 ** (round(8 * math.log2(num)) / 8))
+
 
 class _Latest:
     """The median of the latest values: one that came between two waits of the machine says nothing."""
@@ -111,6 +120,9 @@ class _Latest:
         self.value, self.count, self.last_step = 0.0, 0, 0
 
     def add(self, value: float, step: int) -> None:
-        """Take in one value. Changes: this median."""
+        """Take in one value. Changes: this median; what is older than STALE_AFTER steps is forgotten."""
+        if step - self.last_step > STALE_AFTER:
+            self._values.clear()
+            self.count = 0
         self._values.append(value)
         self.value, self.count, self.last_step = median(self._values), self.count + 1, step

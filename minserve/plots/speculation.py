@@ -57,7 +57,7 @@ def draft_steps(
 
 
 def _boxes(drafts: list[str], num_kept: int, follows: str) -> list[tuple[int, str, str, float, float]]:
-    """A step's boxes: place, kind, text, top and bottom. Where drafts were lost, they have the lower half of the row."""
+    """A step's boxes: place, kind, text, top and bottom. Lost drafts have the lower half of the row."""
     is_lost = num_kept < len(drafts)
     boxes = [(place, "kept", text, -0.42, 0.42) for place, text in enumerate(drafts[:num_kept])]
     boxes.append((num_kept, "one token more", follows, -0.42, 0.0 if is_lost else 0.42))

@@ -33,6 +33,7 @@ def best_depth(
     conditional_acceptance: Sequence[float],
     step_cost: Callable[[int], float] | Sequence[float],
     draft_cost: float,
+    num_drafts: Sequence[int] | None = None,
 ) -> int:
     """The number of drafts that gives the most tokens per second; the smallest of equals, 0 where none pays.
 
@@ -43,6 +44,8 @@ def best_depth(
         step_cost: seconds (or any unit, the same for both) of a step that verifies so many drafts, from 0, a plain
             step, to the greatest depth. It may have steps of its own: every depth is looked at.
         draft_cost: what one draft costs before that; 0 for one that is looked up.
+        num_drafts: for each row of a batch, how many drafts there are for it at most; every depth unless given. The
+            costs are then those of a step in which each row has as many as the depth allows and it has.
     Errors: InvalidValue for a rate outside 0 to 1, a step that costs nothing, or a missing cost.
 
     >>> best_depth([0.8, 0.8, 0.8], [1.0, 1.05, 1.1, 1.15], draft_cost=0.1)
@@ -62,8 +65,10 @@ def best_depth(
     for depth, cost in enumerate(costs):
         if not 0 < cost < math.inf:
             raise InvalidValue(f"step_cost of depth {depth}", cost, "finite and above 0")
+    expected = [expected_tokens(conditional_acceptance[:depth]) for depth in range(most + 1)]
+    counts = [most] if num_drafts is None else num_drafts
     rates = [
-        expected_tokens(conditional_acceptance[:depth]) / (cost + depth * draft_cost)
+        sum(expected[min(depth, count)] for count in counts) / (cost + depth * draft_cost)
         for depth, cost in enumerate(costs)
     ]
     return rates.index(max(rates))
