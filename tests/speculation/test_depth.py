@@ -202,3 +202,24 @@ def test_outcomes_that_cannot_be_are_refused(outcome):
 def test_arguments_out_of_range_are_refused(argument, value):
     with pytest.raises(InvalidValue, match=argument):
         Acceptance(**{"most": 2, argument: value})
+
+
+@pytest.mark.parametrize("num_drafts", [[3], [0], [2, 2], [1, 0, 3], [0, 0, 0, 1], [3, 1, 2, 0, 3]])
+@pytest.mark.parametrize("draft_cost", [0.0, 0.1, 0.4])
+def test_rows_without_so_many_drafts_bring_no_more_tokens(num_drafts, draft_cost):
+    rates = [0.7, 0.5, 0.9]
+    cost = [1 + 0.05 * sum(min(depth, count) for count in num_drafts) for depth in range(4)]
+    tokens_per_s = []
+    for depth in range(4):
+        tokens = 0.0
+        for count in num_drafts:  # one token, and each draft with the chance that all up to it are kept
+            reach = 1.0
+            tokens += 1
+            for at in range(min(depth, count)):
+                reach *= rates[at]
+                tokens += reach
+        tokens_per_s.append(tokens / (cost[depth] + depth * draft_cost))
+    wanted = tokens_per_s.index(max(tokens_per_s))
+    assert best_depth(rates, cost, draft_cost, num_drafts) == wanted
+    if set(num_drafts) == {3}:
+        assert best_depth(rates, cost, draft_cost) == wanted
