@@ -5,7 +5,7 @@ import pytest
 import torch
 from catalogue import ROOT, load
 
-from minserve import engine
+from minserve import model_runner
 from minserve.attention_merge import merge_attention
 from minserve.batching.batcher import Batcher, Phase
 from minserve.batching.ragged_attention import ragged_attention
@@ -101,7 +101,7 @@ def test_neither_puts_back_who_is_alone():  # fault D3
 
 
 def test_pack_equals_the_packing_of_each_step(monkeypatch):  # fault D10: a short prompt and a long one
-    packed, steps = engine.pack, []
+    packed, steps = model_runner.pack, []
 
     def pack_both(slices, *rest):
         step, places = packed(slices, *rest)
@@ -109,7 +109,7 @@ def test_pack_equals_the_packing_of_each_step(monkeypatch):  # fault D10: a shor
         steps.append((step, mine))
         return step, places
 
-    monkeypatch.setattr(engine, "pack", pack_both)
+    monkeypatch.setattr(model_runner, "pack", pack_both)
     llm = LLM(config=EngineConfig(batch_tokens=8, page_size=4, num_pages=64, max_running=4))
     llm.generate(["x = 5", "def area(width, height): return width * h", "a"], SamplingParams(max_tokens=4))
     for step, mine in steps:
