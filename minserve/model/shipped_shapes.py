@@ -32,7 +32,7 @@ def tiny_draft_config() -> ModelConfig:
         vocab_size=264, hidden_size=128, num_hidden_layers=2, layer_types=(LINEAR, FULL), num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=32,
         linear_value_head_dim=64, intermediate_size=320, rope_theta=10_000.0, max_position_embeddings=8192,
-        eos_token_ids=(256, 258),
+        eos_token_ids=(256, 258), model_type="qwen3_5_text",
     )  # fmt: skip
 
 

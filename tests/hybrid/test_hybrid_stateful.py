@@ -1,7 +1,8 @@
-"""The hybrid cache under any sequence of admissions, steps, forks, preemptions, aborts, failures and new weights.
+"""The hybrid cache under any sequence of admissions, steps, drafts, forks, preemptions, aborts, failures, new weights.
 
 Contents are played: after everything that happens each running request's pages hold exactly its computed tokens, its
-state has seen exactly these, and so has every path of the tree. At the end nothing is lost.
+state has seen exactly these, and so has every path of the tree. A draft head follows some requests; of its entries none
+is counted that is not there. At the end nothing is lost.
 """
 
 from hypothesis import settings
@@ -84,39 +85,64 @@ class CacheModel(RuleBasedStateMachine):
     @rule(
         order=st.permutations(range(3)), sizes=st.tuples(*[st.integers(1, 9)] * 3), num_steps=st.integers(1, 4),
         tokens=st.tuples(*[st.sampled_from([1, 2])] * 3), fate=st.sampled_from("......fapv"), who=FEW,
+        drafts=st.tuples(*[st.tuples(st.integers(0, 5), st.integers(0, 5))] * 3), follows=st.integers(0, 7),
     )  # fmt: skip
-    def steps(self, order, sizes, num_steps, tokens, fate, who):
+    def steps(self, order, sizes, num_steps, tokens, fate, who, drafts, follows):
         """Some steps; in the last one the forward may fail, or somebody leave or give way, or the weights change."""
-        for _ in range(num_steps - 1):
+        for number in range(num_steps - 1):
             while self.waiting and self.admit_one(self.waiting[0]):
                 pass
-            self.step(order, sizes, tokens, ".", who)
-        self.step(order, sizes, tokens, fate, who)
+            self.step(order, sizes, tokens, ".", who, drafts[number:] + drafts[:number], follows)
+        self.step(order, sizes, tokens, fate, who, drafts, follows)
         if fate == "v":
             self.cache.prefixes.new_version()
             assert not any(self.cache.prefixes.find(request).num_tokens for request in self.waiting)
             self.check()
 
-    def step(self, order, sizes, tokens, fate, who):
+    def step(self, order, sizes, tokens, fate, who, drafts, follows):
+        """One step for some of those who run.
+
+        Arguments:
+            drafts: how many each decoding row wants, and how many of them are right.
+            follows: whom the draft head follows, a bit each.
+        """
         pages_held = self.pages_held()
         chosen = [self.running[i] for i in order if i < len(self.running)][: self.num_rows]
+        given = dict(zip(chosen, zip(tokens, drafts, strict=True), strict=False))
+
+        def wanted(request):
+            return min(given[request][1][0], request.max_computed - request.num_committed)
+
         try:
-            with self.cache.open() as ticket:
+            with self.cache.open((), wanted) as ticket:
                 stops = self.planned(ticket, chosen, sizes)
                 if fate == "p" and len(self.running) > 1:
                     self.preempt(ticket, self.pick(self.running, who), stops)
+                guesses = self.look_ahead(ticket, stops, given)
                 for request, stop in stops.items():
-                    ticket.keep_states(request, stop)
+                    ticket.keep_states(request, stop + len(guesses[request]))
                 if fate == "f":
                     raise Broken
                 for request, stop in stops.items():
-                    self.played.compute(ticket, request, stop)
+                    self.played.compute(ticket, request, stop, guesses[request])
                 gone = self.pick(list(stops), who) if fate == "a" else None
-                for (request, stop), token in zip(stops.items(), tokens, strict=False):
-                    self.commit(ticket, request, stop, token, request is gone)
+                for number, (request, stop) in enumerate(stops.items()):
+                    token, (_, num_right) = given[request]
+                    new = [*guesses[request][:num_right], token] if stop == request.num_committed else []
+                    self.commit(ticket, request, stop, new, request is gone, follows >> number & 1)
         except Broken:
             assert self.pages_held().items() <= pages_held.items()
         self.check()
+
+    def look_ahead(self, ticket, stops, given):
+        """Take what drafts need, of rows that decode; the drafts by request."""
+        guesses = {}
+        for request, stop in stops.items():
+            decodes = len(request.prompt_ids) < request.num_committed == stop == request.num_computed + 1
+            num_drafts = ticket.look_ahead(request, 4) if decodes else 0
+            guesses[request] = [given[request][0]] * num_drafts
+            assert num_drafts <= 4 and len(ticket.state_write[request.id]) == 1 + num_drafts
+        return guesses
 
     def pages_held(self):
         """How many pages each running request holds."""
@@ -144,16 +170,19 @@ class CacheModel(RuleBasedStateMachine):
         self.running.remove(victim)
         self.waiting.append(victim)
 
-    def commit(self, ticket, request, stop, token, is_gone):
+    def commit(self, ticket, request, stop, new, is_gone, follows):
+        """Commit a slice up to `stop`, and what was chosen behind it."""
+        new = new[: request.max_computed + 1 - request.num_committed]
+        if follows:
+            self.played.follow(request, stop, new)
         if is_gone:
-            ticket.abandon(request, keep=token == 1)
+            ticket.abandon(request, keep=stop % 2 == 1)
             self.running.remove(request)
             return
-        is_prefill, is_last = stop <= len(request.prompt_ids), stop == request.num_committed
-        done = stop == request.max_computed
-        request.commit(stop, [token] if is_last and not done else [])
+        is_prefill = stop <= len(request.prompt_ids)
+        request.commit(stop + max(0, len(new) - 1), new)
         self.cache.commit(ticket, request, publish=is_prefill)
-        if done:
+        if request.num_committed > request.max_computed:
             self.cache.release(request, keep=True)
             self.running.remove(request)
 

@@ -110,22 +110,22 @@ class Route:
             case "twice":
                 prompts *= 2
             case "continued":  # prompt and answer, and as the prompt ends: it goes on as before, more often than not
-                answers = [answer_ids(reference, Ask(ids, self.params(len(ids), 6))) for ids in prompts]
+                answers = [answer_ids(reference, Ask(ids, self.params(len(ids), 1 + len(ids) % 5))) for ids in prompts]
                 spoken = [(*ids, *answer, *ids[-3:]) for ids, answer in zip(prompts, answers, strict=True)]
                 prompts += [ids for ids in spoken if len(ids) <= 44]
         match self.levels["company"]:
             case "alone":  # one after the other: each finds what the one before left behind
                 return [Ask(ids, self.params(len(ids), 2 + len(ids) % 4), WHEN_IDLE) for ids in prompts]
             case "joining":  # at different steps, to leave at different steps; two of them in the middle of it
-                asks, at = [], 0
+                asks, at, left = [], 0, max(1, self.levels["batch_tokens"] - self.levels["outputs"])
                 for ids in prompts:
                     asks.append(Ask(ids, self.params(len(ids), 2 + len(ids) % 6), at))
-                    at += 2 + len(ids) // self.levels["batch_tokens"]  # when it speaks
+                    at += 3 + len(ids) // left  # when it has been read beside another one, and speaks
                 guests = ((23, 1, 9), (7, 3, 2))
                 return [*asks, *(Ask(prompt(n, 1), self.params(n, 16), at, leaves) for n, at, leaves in guests)]
             case "preempted":  # all at once, and each outgrows the pages that were free when it was let in
                 size = self.levels["page_size"]
-                most = 12 if self.levels["outputs"] > 1 else 18 + size
+                most = 12 if self.levels["outputs"] > 1 else 17 + size + size // 2
                 prompts = sorted(prompts, key=len)
                 return [Ask(ids, self.params(len(ids), min(44 + size - len(ids), most))) for ids in prompts]
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from alone import TOLERANCE, Alone, difference
 from gated_models import MODELS
+from log_rules import cached_tokens, verified
+from plain_drafts import note_drafts, wrong_drafts
 from poisoned_engine import WHEN_IDLE, Ask, poisoned_engine, serve
 from routes import prompt
 
@@ -12,6 +16,7 @@ from minserve.engine_config import EngineConfig
 from minserve.request import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=258, prompt_logprobs=5)
+CHAT = SamplingParams(max_tokens=14, ignore_eos=True, logprobs=258)
 LONG = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=258, prompt_logprobs=5)
 
 
@@ -34,6 +39,32 @@ def test_the_same_request_again_after_another(name, leaves, alone):
     assert {found.finish_reason for (found,) in answers[1::2]} == {"length" if leaves is None else "abort"}
     for again in answers[2::2]:
         assert not difference(again[0], answers[0][0], TOLERANCE)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("draft, prefix_cache", product(["none", "mtp"], [True, False]))
+def test_a_conversation_again_after_another_that_began_alike(name, draft, prefix_cache, alone):  # fault A6
+    """A, then B, which shares a beginning with A and with A's answer, then A and more of it: alike in all four cells."""
+    reference, begin = alone[name], prompt(19)
+    spoken = (*begin, *reference.answer(begin, CHAT).token_ids)
+    words = [begin, (*spoken[:15], *prompt(9, 3)), begin, (*spoken[:27], *prompt(3, 3)), spoken, (*spoken, 7), begin]
+    asks = [Ask(ids, CHAT, WHEN_IDLE) for ids in words]
+    config = EngineConfig(dtype="float64", page_size=4, num_pages=80, num_states=60, snapshot_every=3, draft=draft,
+                          batch_tokens=7, prefix_cache=prefix_cache, adapt_drafts=False)  # fmt: skip
+    engine = poisoned_engine(reference.model, config)
+    drafts = note_drafts(engine)
+    answers = serve(engine, asks)
+    check_answers(asks, answers, reference)
+    assert all(hit > 0 for hit in cached_tokens(engine.log)[1:]) if prefix_cache else not any(cached_tokens(engine.log))
+    counts = verified(engine.log)
+    assert bool(counts) == (draft == "mtp")
+    if counts:
+        assert 0 < sum(kept for _, kept in counts) < sum(drafted for drafted, _ in counts)
+    for number, (ask, (found,)) in enumerate(zip(asks, answers, strict=True)):
+        rows = {at: row for (request_id, at), row in drafts.items() if request_id == f"{number}.0"}
+        # With a state the model's last output was kept; where there are no states nobody knows it behind a hit.
+        assert bool(rows) == (draft == "mtp" and not (number and prefix_cache and name == "attention"))
+        assert not wrong_drafts(reference.model, [*ask.prompt_ids, *found.token_ids], rows)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -52,9 +52,17 @@ def check_hits(route, log):
 
 
 def check_drafts(route, log):
-    """Drafts are verified where there can be some, of which some are kept and some are not."""
-    counts = verified(log)
-    print(route.levels["draft"], route.levels["depth"], route.levels["company"], route.levels["draft_tokens"], route.levels["batch_tokens"], route.levels["prompts"], route.levels["outputs"], route.levels["model"],len(counts), sum(d for d,_ in counts), sum(a for _,a in counts))
+    """Drafts are verified where a step has room for some, and of most kinds some are kept and some are not."""
+    levels, counts = route.levels, verified(log)
+    num_drafted, num_kept = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
+    assert all(0 < drafted <= levels["draft_tokens"] for drafted, _ in counts)
+    if levels["draft"] == "none" or levels["batch_tokens"] == 1:
+        assert not counts
+    elif levels["depth"] != "as measured":  # else prices are long unknown: most steps read a prompt, too
+        if levels["draft"] in ("mtp", "erratic"):
+            assert 0 < num_kept < num_drafted
+        elif levels["prompts"] == "continued":  # here the last tokens have occurred before
+            assert 0 < num_kept <= num_drafted
 
 
 def test_every_two_levels_meet_and_every_length_meets_every_level():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 from alone import difference
+from erratic import Erratic
 from log_rules import forked_ids
-from poisoned_engine import Ask, poisoned_engine, serve
+from plain_drafts import drawn_answer, note_drafts
+from poisoned_engine import Ask, poisoned_engine, request_of, serve
 from routes import prompt
 
 from minserve.engine_config import EngineConfig
@@ -37,6 +39,39 @@ def test_a_seeded_request_draws_alike_beside_anybody_in_any_order(neighbours, pl
     for ask, (found,) in zip(asks, serve(engine, asks), strict=True):
         said = difference(found, reference.answer(ask.prompt_ids, ask.params))
         assert not said, f"prompt of {len(ask.prompt_ids)} tokens: {said}"
+
+
+@pytest.mark.parametrize("neighbours", NEIGHBOURS)
+@pytest.mark.parametrize("draft", ["mtp", "erratic"])
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_a_seeded_request_draws_alike_with_drafts(neighbours, draft, place, alone):
+    """Where there is room for all of its drafts it has as many in each step, whatever the others have.
+
+    Which of them are kept, and what follows, is what its own numbers say.
+    """
+    reference, mine = alone["mixture"], Ask(prompt(13, 2), SEEDED)
+    asks = [Ask(prompt(6 + 5 * i, 2), params) for i, params in enumerate(NEIGHBOURS[neighbours])]
+    asks.insert(0 if place == "first" else len(asks), mine)
+    found, counts = [], []
+    for company in ([mine], asks):
+        drafter = Erratic(reference.model, {}) if draft == "erratic" else draft
+        config = EngineConfig(dtype="float64", batch_tokens=64, page_size=4, num_pages=60, draft=drafter)
+        engine = poisoned_engine(reference.model, config)
+        drafts, number = note_drafts(engine), company.index(mine)
+        found += serve(engine, company)[number]
+        counts.append([len(row.ids) for (request_id, _), row in drafts.items() if request_id == f"{number}.0"])
+        wanted = drawn_answer(reference.model, request_of(number, mine), found[-1], drafts)
+        assert not difference(found[-1], wanted)
+    assert counts[0] == counts[1] and sum(counts[0]) > 5
+    assert not difference(found[1], found[0])
+
+
+def test_a_drafter_without_ideas_changes_no_draw(alone):
+    reference, asks = alone["mixture"], [Ask(prompt(13, 2), SEEDED), Ask(prompt(6, 2), GREEDY)]
+    drafter = Erratic(reference.model, {}, counts=(0,))
+    engine = poisoned_engine(reference.model, EngineConfig(dtype="float64", num_pages=60, draft=drafter))
+    for ask, (found,) in zip(asks, serve(engine, asks), strict=True):
+        assert not difference(found, reference.answer(ask.prompt_ids, ask.params))
 
 
 def test_the_draws_vary_at_all(alone):
