@@ -77,12 +77,40 @@ class Hooked:
         self.during(number)
         return self.inner(step, memory)
 
+    def __getattr__(self, name):
+        """The draft head and what belongs to it."""
+        return getattr(self.inner, name)
+
+
+class Guesses:
+    """A drafter that has some idea now and then, and is right now and then, as the tokens so far say.
+
+    Arguments:
+        next_token: of a list of tokens, what comes next.
+    """
+
+    def __init__(self, next_token):
+        self.next_token = next_token
+
+    def propose(self, tokens, most):
+        """Some of what comes next, or a part of it spoiled."""
+        number, known = 7 * sum(tokens) + 5 * len(tokens), list(tokens)
+        for _ in range(min(most, (4, 0, 1, 4, 2)[number % 5])):
+            known.append(self.next_token(known))
+        spoiled = len(tokens) + (9, 0, 9, 1)[number % 4]
+        return [(token + (at == spoiled)) % 25 for at, token in enumerate(known)][len(tokens) :]
+
+
+def scripted_next(tokens):
+    """What a scripted model says after some tokens."""
+    return (3 * tokens[-1] + len(tokens) - 1) % 25
+
 
 def scripted_tokens(request):
     """What a scripted model gives to a request, whatever happens around it."""
     tokens = list(request.prompt_ids)
     for _ in range(request.params.max_tokens):
-        tokens.append((3 * tokens[-1] + len(tokens) - 1) % 25)
+        tokens.append(scripted_next(tokens))
     return tokens[len(request.prompt_ids) :]
 
 
@@ -166,7 +194,23 @@ def poison_free(engine):
     memory, allocator, states = engine.memory, engine.cache.allocator, engine.cache.states
     pages = [page for page in range(allocator.num_pages) if not allocator.ref_count(page)]
     slots = [slot for slot in range(states.num_slots) if slot not in states.held]
-    for pools, free in (((memory.k_pages, memory.v_pages), pages), ((memory.tails, memory.states), slots)):
+    by_page, by_slot = (memory.k_pages, memory.v_pages), (memory.tails, memory.states, {"hidden": memory.hidden})
+    for pools, free in ((by_page, pages), (by_slot, slots)):
         for layers in pools:
             for pool in layers.values():
-                pool[free] = torch.nan
+                if pool is not None:
+                    pool[free] = torch.nan
+
+
+def computed(log):
+    """What was computed for good, by event number: (request id, start, stop), drafts that were turned down left out."""
+    spans, last = {}, {}
+    for number, event in enumerate(log):
+        if event.kind is EventKind.SLICE:
+            spans[number] = (event.request_id, event.data["start"], event.data["stop"])
+            last[event.request_id] = number
+        elif event.kind is EventKind.DRAFTS:
+            request_id, start, stop = spans[last[event.request_id]]
+            stop -= event.data["drafted"] - event.data["accepted"]
+            spans[last[event.request_id]] = (request_id, start, stop)
+    return spans

@@ -1,11 +1,12 @@
 """The engine under any sequence of requests, steps, aborts, failures and new weights, in pools of a few pages.
 
-Prompts share beginnings, with the prefix cache and without. Every invariant is checked after every step. At the end
-everybody has come to one end within a bounded number of steps, has got exactly its tokens, has reused only what was
-there to be reused, and has left nothing in anybody's way.
+Prompts share beginnings, with the prefix cache and without; drafts are verified or not. Every invariant is checked after
+every step. At the end everybody has come to one end within a bounded number of steps, has got exactly its tokens, has
+reused only what was there to be reused, and has left nothing in anybody's way.
 """
 
 from bisect import bisect_right
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -14,14 +15,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from small_engine import (
     ATTENTION_ONLY,
     CONFIG,
+    Guesses,
     Hooked,
     Scripted,
     alone,
     check_idle,
     check_story,
+    computed,
     family,
     make_engine,
     poison_free,
+    scripted_next,
     scripted_tokens,
     small_model,
 )
@@ -30,6 +34,7 @@ from minserve.batching.batcher import POLICIES
 from minserve.errors import PromptTooLong
 from minserve.events import EventKind
 from minserve.metrics import steps
+from minserve.paging.page_table import pages_needed
 from minserve.request import FinishReason, Status
 
 BASES = ([*range(14)], [*range(6), *range(20, 12, -1)], [9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9])
@@ -46,10 +51,15 @@ class Fails(Exception):
 class EngineModel(RuleBasedStateMachine):
     """An engine without a model: every token is 0, and nothing can be hooked into a step."""
 
-    max_tokens, has_model = 8, False
+    max_tokens, has_model, has_drawn_drafts = 8, False, False
+    drafters = ("none", "guesses", "guesses")
 
     def make_model(self, config):
         return None
+
+    def next_token(self, tokens):
+        """What comes after a request's tokens, as far as a drafter can know."""
+        return 0
 
     def wanted(self, request):
         """The tokens that a request gets if nobody aborts it."""
@@ -60,9 +70,12 @@ class EngineModel(RuleBasedStateMachine):
         max_running=st.integers(1, 5), num_states=st.none() | st.integers(1, 4),
         policy=st.sampled_from(POLICIES), prefix_cache=st.sampled_from([True, True, True, False]),
         snapshot_every=st.integers(1, 9), share_reads_from=st.sampled_from([1, 4096]),
-        model_config=st.sampled_from([CONFIG, CONFIG, ATTENTION_ONLY]),
+        model_config=st.sampled_from([CONFIG, CONFIG, ATTENTION_ONLY]), drafter=st.integers(0, 2),
+        draft_tokens=st.integers(1, 4), adapt_drafts=st.booleans(),
     )  # fmt: skip
-    def start(self, model_config, **config):
+    def start(self, model_config, drafter, **config):
+        self.draft = self.drafters[drafter]
+        config["draft"] = Guesses(self.next_token) if self.draft == "guesses" else self.draft
         self.usable, self.config, self.model_config = config["num_pages"] * config["page_size"], config, model_config
         self.engine = make_engine(self.make_model(model_config), model_config=model_config, **config)
         self.requests, self.progress, self.had, self.changes = [], [], {}, []
@@ -75,6 +88,7 @@ class EngineModel(RuleBasedStateMachine):
     )  # fmt: skip
     def add(self, prompt, max_tokens, num, scored, drawn, **params):
         max_tokens = min(max_tokens, self.max_tokens)
+        drawn = drawn and (self.draft == "none" or not self.has_drawn_drafts)  # else drafts have a say in what is drawn
         params.update(temperature=0.9 * drawn, seed=10 * len(self.requests))
         if scored or not max_tokens:
             params["prompt_logprobs"] = 0
@@ -115,7 +129,10 @@ class EngineModel(RuleBasedStateMachine):
         self.next_fails = True
 
     def during(self, *_):
-        """What happens while the model runs."""
+        """What happens while the model runs. Fails where somebody has more pages than he can ever fill: fault B7."""
+        for request in self.requests:
+            table = self.engine.cache.tables.get(request.id)
+            assert table is None or len(table.pages) <= pages_needed(request.max_computed, table.page_size)
         request, fails, self.next_abort, self.next_fails = self.next_abort, self.next_fails, None, False
         if request is not None:
             self.abort_now(request)
@@ -180,22 +197,24 @@ class EngineModel(RuleBasedStateMachine):
         runs = steps(self.engine.log)
         assert all(0 < run.num_tokens <= self.config["batch_tokens"] for run in runs)
         assert all(run.num_rows <= self.config["max_running"] for run in runs)
-        computed, stands_at = set(), {}
-        for event in self.engine.log:
+        done, stands_at, spans = set(), {}, computed(self.engine.log)
+        for number, event in enumerate(self.engine.log):
             if event.kind is EventKind.FINISHED:
-                computed.clear()
+                done.clear()
             elif event.kind is EventKind.ADMITTED:
                 stands_at[event.request_id] = event.data["cached_tokens"]
             elif event.kind is EventKind.SLICE:
-                assert event.data["start"] == stands_at[event.request_id]
-                stands_at[event.request_id] = event.data["stop"]
-                tokens = {(event.request_id, position) for position in range(event.data["start"], event.data["stop"])}
-                assert not tokens & computed
-                computed |= tokens
+                name, start, stop = spans[number]
+                assert start == stands_at[name]
+                stands_at[name] = stop
+                tokens = {(name, position) for position in range(start, stop)}
+                assert not tokens & done
+                done |= tokens
 
     def check_hits(self):
         """Fail where a request reused what none of its salt had computed before it came, with the same weights."""
         by_id, known, weights_of, readers = {request.id: request for request in self.requests}, {}, {}, {}
+        spans = computed(self.engine.log)
         for number, event in enumerate(self.engine.log):
             if event.kind not in (EventKind.ADMITTED, EventKind.SLICE):
                 continue
@@ -203,7 +222,7 @@ class EngineModel(RuleBasedStateMachine):
             family_name = request.id.partition(".")[0]
             if event.kind is EventKind.SLICE:
                 readers[family_name] = request.id
-                ends = range(event.data["start"] + 1, event.data["stop"] + 1)
+                ends = range(spans[number][1] + 1, spans[number][2] + 1)
                 place = known.setdefault((weights_of[request.id], salt), set())
                 place.update(tuple(request.tokens[:stop]) for stop in ends)
             elif request.id not in weights_of and event.data["cached_tokens"] == len(request.prompt_ids):  # a fork
@@ -226,22 +245,46 @@ class ScriptedModel(EngineModel):
     def wanted(self, request):
         return scripted_tokens(request)
 
+    def next_token(self, tokens):
+        return scripted_next(tokens)
+
 
 class SmallModel(EngineModel):
-    """The same with the small random model, in memory where all that is free is NaN."""
+    """The same with the small random model, in memory where all that is free is NaN. Its own head may draft."""
 
-    has_model, max_tokens = True, 5
-    small = {config.layer_types: small_model(config) for config in (CONFIG, ATTENTION_ONLY)}
+    has_model, has_drawn_drafts, max_tokens, drafters = True, True, 5, ("none", "guesses", "mtp")
+    small = {
+        config.layer_types: small_model(replace(config, mtp_num_hidden_layers=1)) for config in (CONFIG, ATTENTION_ONLY)
+    }
 
     def make_model(self, config):
+        self.said = {}
         return Hooked(self.small[config.layer_types], self.during)
 
     def wanted(self, request):
-        return alone(self.small[self.model_config.layer_types], request)[0]
+        key = (request.prompt_ids, request.params, request.index)
+        if key not in self.said:
+            self.said[key] = alone(self.small[self.model_config.layer_types], request)[0]
+        return self.said[key]
+
+    def next_token(self, tokens):
+        for request in self.requests:
+            at = len(tokens) - len(request.prompt_ids)
+            if 0 < at < request.params.max_tokens and tokens == [*request.prompt_ids, *self.wanted(request)[:at]]:
+                return self.wanted(request)[at]
+        return 0
 
     def one_step(self):
         poison_free(self.engine)
         super().one_step()
+        self.check_entries()
+
+    def check_entries(self):
+        """Fail where an entry of the draft head is counted as there, and nobody has written it. Fault E12."""
+        memory, cache = self.engine.memory, self.engine.cache
+        for table in cache.tables.values() if self.draft == "mtp" else ():
+            keys = memory.k_pages[memory.head_layer][table.pages].flatten(0, 1)
+            assert not keys[: cache.entries.num(table)].isnan().any()
 
 
 def playing(machine, num_examples, num_rules):
