@@ -104,7 +104,7 @@ class MeasuredCosts:
 
 
 def like_size(num: int) -> int:
-    """The size that stands for all like it, which are at most a twentieth larger or smaller.
+    """The size that stands for all like it, which are a few per cent larger or smaller.
 
     >>> [like_size(num) for num in (1, 2, 3, 7, 31, 32, 33, 100)]
     [1, 2, 3, 7, 32, 32, 32, 99]
