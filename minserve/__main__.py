@@ -91,8 +91,9 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         "--max-tokens", type=int, help="decode, drafts, prefix: length of outputs (default 128; prefix 32)"
     )
     several = "drafts: {} (default {}), several at once"
-    drafters = "none, ngram, mtp, model, shuffled; all drafts in each step with -always behind the name"
-    bench.add_argument("--draft", nargs="+", metavar="WHO", help="drafts: " + drafters)
+    drafters = "drafts: none, ngram, mtp, model, shuffled; all drafts in each step with -always behind the name "
+    drafters += "(default ngram mtp model shuffled shuffled-always)"
+    bench.add_argument("--draft", nargs="+", metavar="WHO", help=drafters)
     bench.add_argument("--batch", nargs="+", type=int, help=several.format("requests in a step", "1 32"))
     bench.add_argument("--temperature", nargs="+", type=float, help=several.format("temperatures", "0 0.8"))
     bench.add_argument("--draft-tokens", type=int, help="drafts: of a request in a step, at most (default 3)")

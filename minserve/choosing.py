@@ -31,6 +31,7 @@ from minserve.sampling import (
 from minserve.speculation.verify import verify as reference_verify
 
 UNUSABLE = "logits are NaN, +inf or all masked; "
+NO_TOKEN = UNUSABLE + "no token can be chosen from them"
 
 
 @dataclass
@@ -109,7 +110,7 @@ def _sample(logits: Tensor, families: list[list[Request]], chosen: Chosen) -> No
     usable = usable_rows(logits).tolist()
     for family, is_usable in zip(families, usable, strict=True):
         if not is_usable:
-            chosen.errors[family[0].id] = UNUSABLE + "no token can be chosen from them"
+            chosen.errors[family[0].id] = NO_TOKEN
     good = [(row, family) for row, family in enumerate(families) if usable[row]]
     requests = [request for _, family in good for request in family]
     rows = [row for row, family in good for _ in family]
@@ -128,7 +129,7 @@ def _verify(logits: Tensor, verified: list[tuple[int, DraftRow]], verify: Callab
     rows = [_Verified(row, ours) for (_, row), ours in zip(verified, logits.split(counts), strict=True)]
     for row in rows:
         if not row.num_usable:
-            chosen.errors[row.request.id] = UNUSABLE + "no token can be chosen from them"
+            chosen.errors[row.request.id] = NO_TOKEN
     rows = [row for row in rows if row.num_usable]
     if not rows:
         return
@@ -168,7 +169,7 @@ class _Verified:
     def q(self, p: Tensor) -> Float[Tensor, "drafts vocab"]:
         """What each draft was drawn from; one-hot where it was not drawn."""
         if self.drafted.q:
-            return torch.stack(self.drafted.q[: len(self.ids)]) if self.ids else p[:0]
+            return torch.stack(self.drafted.q[: len(self.ids)]).to(p.device) if self.ids else p[:0]
         ids = torch.tensor(self.ids, dtype=torch.long, device=p.device)
         return torch.nn.functional.one_hot(ids, p.shape[1]).to(p.dtype)
 

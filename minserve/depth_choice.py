@@ -11,6 +11,7 @@ then it is tried again, each time after twice as long:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from minserve.speculation.depth import Acceptance, best_depth
@@ -18,7 +19,7 @@ from minserve.step_costs import Costs, MeasuredCosts, like_size
 
 SURE_STEPS = 8  # so often in a row drafts must not have paid: prices and rates waver
 FIRST_REST_STEPS, LONGEST_REST_STEPS = 64, 2048
-NO_REST = (0, FIRST_REST_STEPS // 2)  # until which step, and how long
+NO_REST = (0, FIRST_REST_STEPS // 2)  # until which step; and how long, half of the next one
 
 
 class DepthChoice:
@@ -35,14 +36,15 @@ class DepthChoice:
 
     def __init__(self, most: int, costs: Costs):
         self.acceptance, self.costs, self.is_resting = Acceptance(most), costs, False
-        self._most, self._num_steps, self._num_idle = most, 0, 0
+        self._most, self._num_steps = most, 0
+        self._num_idle: Counter[int] = Counter()  # steps in a row in which drafts did not pay, by size of the batch
         self._rests: dict[int, tuple[int, int]] = {}  # by size of the batch
 
-    def rests(self, num_rows: int) -> bool:
-        """Whether a step with so many decoding rows is not to draft at all. Changes: time goes by."""
+    def begin_step(self, num_rows: int) -> bool:
+        """Let a step go by, with so many decoding rows; whether it is not to draft at all. Changes: `is_resting`."""
         self._num_steps += 1
-        if num_rows:
-            self.is_resting = self._num_steps < self._rests.get(like_size(num_rows), NO_REST)[0]
+        until, _ = self._rests.get(like_size(num_rows), NO_REST) if num_rows else NO_REST
+        self.is_resting = self._num_steps < until
         return self.is_resting
 
     def choose(self, num_drafts: Sequence[int]) -> int:
@@ -61,10 +63,10 @@ class DepthChoice:
             num_drafts,
         )
         until, length = self._rests.get(size, NO_REST)
-        self._num_idle = 0 if depth else self._num_idle + 1
-        if self._num_idle >= SURE_STEPS:
+        self._num_idle[size] = 0 if depth else self._num_idle[size] + 1
+        if self._num_idle[size] >= SURE_STEPS:
             length = min(2 * length, LONGEST_REST_STEPS)
-            self._rests[size], self._num_idle = (self._num_steps + length, length), 0
+            self._rests[size], self._num_idle[size] = (self._num_steps + length, length), 0
         elif depth and self._num_steps > until + length:
             self._rests.pop(size, None)  # it has paid for as long as it rested
         return depth

@@ -47,6 +47,7 @@ class DraftModel:
             if value < 1:
                 raise InvalidValue(name, value, "at least 1")
         weight = model.model.embed_tokens.weight
+        self.max_drafts = max_drafts
         self.model, self._dtype, self._device = model, weight.dtype, weight.device
         self._linear = linear_layers(model.config)
         self._remembered = RememberedSequences(max_sequences, max_drafts, any_length=not self._linear)

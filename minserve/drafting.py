@@ -41,7 +41,8 @@ class Drafting:
         clock: the engine's.
         head: runs the MTP head, where that drafts.
     Attributes:
-        depth: the most drafts of a row in this step, as planned.
+        is_on: whether anybody drafts at all.
+        depth: how many drafts of a row pay in this step, at most.
         acceptance: how often drafts were accepted, by depth.
         costs: what steps and drafts cost.
     """
@@ -70,7 +71,7 @@ class Drafting:
             return
         decoding = [request for request, phase in running if phase is Phase.DECODE]
         adapts, self._is_measuring = self._config.adapt_drafts, False
-        rests = adapts and self._choice.rests(len(decoding))
+        rests = adapts and self._choice.begin_step(len(decoding))
         for request in decoding:
             if not rests or has_fixed_depth(request):
                 self._num_drafts[request.id] = self._look_up(request)
@@ -116,12 +117,18 @@ class Drafting:
     def follow(self, slices: Sequence[Slice], chosen: Chosen, hidden: Float[Tensor, "tokens hidden"] | None) -> None:
         """Let the MTP head see what a step has left for good, before it is committed. Changes: the head's pages.
 
-        A head that rests sees nothing, and a request of which it has missed something is not drafted for any more.
+        While it rests it sees prompts alone, so that who comes after them can be drafted for. A request of which it has
+        missed something cannot.
         """
         if self._head is not None:
-            began_s, looks_on = self._clock.now(), not self._choice.is_resting
-            self._head.follow(slices, chosen, hidden, lambda request: looks_on or has_fixed_depth(request))
+            began_s = self._clock.now()
+            self._head.follow(slices, chosen, hidden, self._is_followed)
             self._draft_s += self._clock.now() - began_s
+
+    def _is_followed(self, piece: Slice) -> bool:
+        """Whether the MTP head is to see what a slice has computed."""
+        is_prompt, rests = piece.phase is Phase.PREFILL, self._choice.is_resting
+        return is_prompt or not rests or has_fixed_depth(piece.request)
 
     def learn(self, slices: Sequence[Slice], chosen: Chosen, step_s: float) -> None:
         """Take in what became of a step's drafts, and what it took. Changes: acceptance, prices.
@@ -156,7 +163,7 @@ class Drafting:
             # A head that overflows guesses anything: what it says decides speed alone.
             return torch.nan_to_num(self._head.logits(rows), nan=0.0, posinf=0.0, neginf=0.0)
         logits = self._drafter.logits([[*row.request.tokens, *row.ids] for row in rows])
-        shape = getattr(logits, "shape", None)
+        shape = logits.shape if isinstance(logits, torch.Tensor) else None
         if shape != (len(rows), self._vocab_size):
             limit = f"{(len(rows), self._vocab_size)}, a score for each row and token"
             raise InvalidValue("logits.shape of the drafter", shape and tuple(shape), limit, "EngineConfig.draft")

@@ -1,9 +1,9 @@
 """The engine: plan, prepare, run, choose, commit; one ragged batch per step, for as long as anybody wants tokens.
 
     plan      the batcher chooses slices of requests and takes their pages and slots, on one ticket
-    prepare   the slices are packed into a `Step`, and where their rows keep what they remember into `Places`
+    prepare   guesses are made, where somebody drafts; the slices are packed into a `Step` and its `Places`
     run       the model computes hidden states, and logits where a token is wanted
-    choose    sampling turns logits into tokens
+    choose    sampling turns logits into tokens, and keeps guesses
     commit    counts, stops, pages and states move, and only here; who is done leaves
 
 The engine owns everything that changes: queues, pools, clock, log. A model of None plays time alone: every token is 0
@@ -139,10 +139,10 @@ class Engine:
         Errors: whatever the model raises; then no count has moved, and the step can be tried again.
         Changes: requests, queues, caches, log.
         """
+        began_s = self.log.clock.now()
+        self.drafting.plan([*self.batcher.running.values()])  # a drafter of the user's may abort, too
         if not self._lives:
             return self.take_ended()
-        began_s = self.log.clock.now()
-        self.drafting.plan([*self.batcher.running.values()])
         with self.cache.open(self.batcher.waiting[: self.batcher.max_running], self.drafting.wanted) as ticket:
             plan = self.batcher.plan(ticket)
             record_plan(self.log, plan)

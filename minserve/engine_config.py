@@ -37,7 +37,8 @@ class EngineConfig:
         page_size: tokens per page of the KV cache.
         num_pages: pages of the KV cache; None takes what `cache_bytes` leaves beside the states.
         num_states: slots for recurrent states, of running requests and of snapshots for others; None takes what fits
-            into half of `cache_bytes`. No more requests run than there are slots, and they go before snapshots: with
+            into half of `cache_bytes`, beside those that a step needs: one more for each request, and for each draft
+            as far as requests leave room. No more requests run than there are slots, and they go before snapshots: with
             as many slots as requests that run, nothing of a model with states is kept for others.
         cache_bytes: memory for pages and states together; of no effect where both numbers are given.
         prefix_cache: whether requests with the same beginning and the same SamplingParams.cache_salt share it.
@@ -50,8 +51,10 @@ class EngineConfig:
             before; or an object that has `propose` or `logits`, see `minserve.speculation.drafters`.
         draft_tokens: drafts of a request in one step, at most.
         adapt_drafts: choose how many are worth their price before each step, from none to draft_tokens; False always
-            asks for draft_tokens. Requests with a seed of their own that sample are always asked for all: which random
-            numbers a token depends on must not depend on the neighbours.
+            asks for draft_tokens. Where none pays, none is made for a while, and requests that decode meanwhile are not
+            drafted for by "mtp" any more. Requests with a seed of their own that sample always ask for all. They get
+            them as far as there is room in the step and the caches, so with drafts a seed fixes the tokens only where
+            nobody takes that room; how likely which tokens are never changes.
         step_costs: what steps and drafts cost, where that is not to be measured on the engine's clock; see
             `minserve.step_costs.CostTable`.
         seed: requests that bring no seed draw theirs from this one.
@@ -93,9 +96,13 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InvalidValue(name, value, "an int >= 1")
-        if self.draft not in DRAFTS and not isinstance(self.draft, Drafter | Scorer):
+        is_other = isinstance(self.draft, (type, torch.nn.Module)) or not isinstance(self.draft, Drafter | Scorer)
+        if not (isinstance(self.draft, str) and self.draft in DRAFTS) and is_other:
             limit = "one of " + ", ".join(DRAFTS) + ", or an object with a method propose or logits"
-            raise InvalidValue("draft", self.draft, limit)
+            raise InvalidValue("draft", self.draft, limit, "minserve.draft_model.DraftModel makes a drafter of a model")
+        most = getattr(self.draft, "max_drafts", self.draft_tokens)
+        if self.draft_tokens > most:
+            raise InvalidValue("draft_tokens", self.draft_tokens, f"at most {most}, the drafter's max_drafts")
         for name in ("prefix_cache", "adapt_drafts", "check"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidValue(name, getattr(self, name), "True or False")
@@ -150,13 +157,17 @@ def size_caches(config: EngineConfig, model: ModelConfig) -> CacheSizes:
     size, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
     page_bytes = int(kv_bytes_per_token(model, size, with_mtp=config.draft == "mtp") * config.page_size)
     per_state = int(state_bytes(model, wide, size)) if conv_tail_bytes(model) else 0
+    if per_state and config.draft == "mtp":
+        per_state += model.hidden_size * size  # with each state the model's last output
     drafts = 0 if config.draft == "none" else config.draft_tokens
     num_states = config.num_states
     num_draft_slots = drafts * min(config.max_running, num_states or config.max_running, config.batch_tokens)
     if num_states is None:
         fitting = config.cache_bytes // 2 // per_state if per_state else (2 + drafts) * config.max_running
         num_rows = min(config.max_running, -(-fitting // 2))  # a row of a step needs a second slot
-        num_draft_slots = min(num_draft_slots, (fitting - num_rows) // 2)  # with fewer, fewer drafts are made
+        # With fewer slots for drafts fewer are made: requests go first, snapshots share what is left.
+        num_draft_slots = min(num_draft_slots, (fitting - 2 * num_rows) // 2 if per_state else num_draft_slots)
+        num_draft_slots = max(0, num_draft_slots)
         snapshots_too = config.prefix_cache and per_state
         most = config.max_running * (MOST_STATES if snapshots_too else 1)
         num_states = min(fitting - num_rows - num_draft_slots, most)

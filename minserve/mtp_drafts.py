@@ -60,7 +60,8 @@ class MTPDrafts:
             raise InvalidValue("draft", "mtp", "another drafter, for this model has no MTP head", "EngineConfig.draft")
         self._model, self._memory, self._cache = model, memory, cache
         # What the head made of a request's newest token, where that is done already.
-        self._ahead: WeakKeyDictionary[PageTable, Tensor] = WeakKeyDictionary()
+        # It counts only for one that stands there: the step that was followed may have failed after it.
+        self._ahead: WeakKeyDictionary[PageTable, tuple[int, Tensor]] = WeakKeyDictionary()
 
     def can_draft(self, request: Request) -> bool:
         """Whether the head has an entry for each of the request's computed tokens, and the output for the last one."""
@@ -78,8 +79,8 @@ class MTPDrafts:
             if row.ids:
                 source, newest = row.hidden, row.ids[-1]
             else:
-                row.hidden = self._ahead.get(self._cache.tables[request.id])
-                if row.hidden is not None:
+                num_seen, row.hidden = self._ahead.get(self._cache.tables[request.id], (0, None))
+                if num_seen == request.num_committed:
                     continue
                 source, newest = self._memory.hidden[self._cache.slot_of[request.id]], request.tokens[-1]
             todo.append(row)
@@ -93,7 +94,7 @@ class MTPDrafts:
 
     def follow(
         self, slices: Sequence[Slice], chosen: Chosen, hidden: Float[Tensor, "tokens hidden"],
-        is_wanted: Callable[[Request], bool],
+        is_wanted: Callable[[Slice], bool],
     ) -> None:  # fmt: skip
         """Make the entries of the tokens that a step has computed for good, and of those that it has chosen.
 
@@ -103,14 +104,14 @@ class MTPDrafts:
             slices: the step's, in its order.
             chosen: what came of them.
             hidden: the model's output for the step's tokens.
-            is_wanted: whether a request is to be followed; where it is not once, it is not drafted for any more.
+            is_wanted: whether a slice is to be followed; where one is not, its request is not drafted for any more.
         Changes: the head's pages, the count of entries.
         """
         spans, sources, from_slots, at = [], [], [], 0
         for piece in slices:
             begin, at = at, at + piece.num_tokens
             self._ahead.pop(self._cache.tables[piece.request.id], None)
-            span = self._span(piece, chosen) if is_wanted(piece.request) else None
+            span = self._span(piece, chosen) if is_wanted(piece) else None
             if span is None:
                 continue
             if span.start == piece.start:  # the output of the token before the slice was left with the state
@@ -127,7 +128,7 @@ class MTPDrafts:
             table, stop = self._cache.tables[span.request.id], span.start + len(span.tokens)
             self._cache.entries.fill(table, stop)
             if span.has_newest:
-                self._ahead[table] = out
+                self._ahead[table] = stop, out
 
     def _span(self, piece: Slice, chosen: Chosen) -> _Span | None:
         """Which entries a slice is to be followed by; None for none, or where some are missing before it."""

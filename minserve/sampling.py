@@ -14,7 +14,7 @@ and renormalises once, at the end. Between equal logits the lower id comes first
 
 Random numbers are counter-based (Philox, Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): a
 function of (seed, position, stream) with no state between calls. So a seeded request draws the same numbers alone, in
-any batch, in any row order, and again after preemption.
+any batch, in any row order, and again after preemption; with drafts, if the steps bring it as many of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from minserve.request import Request, SamplingParams
 
 
 class Stream(IntEnum):
-    """What a random number is for; streams of one seed are independent, so that none is ever used twice."""
+    """What a random number is for; streams of one seed are independent, so that none decides two things."""
 
     SAMPLE = 0
     DRAFT = 1

@@ -1,10 +1,10 @@
 """The batcher: which slice of which request runs in the next step.
 
 There is no batch that requests are put into. Before every step the batch is chosen afresh, token by token, up to one
-budget: first each decoding request's one token, then slices of prompts that are being read, then new requests. So a
-request joins when there is room and leaves when it is done, and a long prompt is read in slices beside decoding rows
-instead of in front of them. Yu et al., Orca (OSDI 2022), iteration-level scheduling; Agrawal et al., Sarathi-Serve
-(arXiv 2403.02310), chunked prefill beside decodes.
+budget: first each decoding request's one token, then slices of prompts that are being read, then new requests, and
+drafts for the decoding ones out of what is left. So a request joins when there is room and leaves when it is done, and
+a long prompt is read in slices beside decoding rows instead of in front of them. Yu et al., Orca (OSDI 2022),
+iteration-level scheduling; Agrawal et al., Sarathi-Serve (arXiv 2403.02310), chunked prefill beside decodes.
 
 When pages run out, the request that was let in last gives its pages back and is computed again later. It returns only
 once somebody has left, so two requests never take pages from each other in turn; and the one let in first (of those

@@ -1,7 +1,7 @@
 """The tensors of the two caches, and what a step's layers see of them.
 
-Pools belong to layers; pages and slots have the same number in every layer, so one page table and one pair of slots
-per row serve the whole model. A step reads slots and writes others, and appends to pages.
+Pools belong to layers; pages and slots have the same number in every layer, so one page table and a few slots per row
+serve the whole model. A step reads slots and writes others, and appends to pages.
 """
 
 from __future__ import annotations

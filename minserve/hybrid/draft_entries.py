@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from minserve.paging.page_table import PageTable
+from minserve.paging.page_table import PageError, PageTable
 
 
 class DraftEntries:
@@ -55,6 +55,13 @@ class DraftEntries:
             self._counts[table.pages[number]] = min(size, stop - number * size)
         self._num[table] = max(start, stop)
 
+    def cut(self, table: PageTable, num: int) -> None:
+        """Count no entry of a request from `num` on: the step that brought them has failed. Changes: the counts."""
+        for number, page in enumerate(table.pages[num // self._page_size :], start=num // self._page_size):
+            self._counts[page] = min(self._counts[page], max(0, num - number * self._page_size))
+        if table in self._num:
+            self._num[table] = min(self._num[table], num)
+
     def clear(self, pages: Sequence[int]) -> None:
         """Forget the entries of pages that somebody has just taken. Changes: these counts."""
         if pages:
@@ -63,6 +70,11 @@ class DraftEntries:
     def copy(self, source: int, target: int, num: int) -> None:
         """Count a copied page's entries, of its first num positions: the next token is another. Changes: the counts."""
         self._counts[target] = min(self._counts[source], num)
+
+    def check(self, table: PageTable) -> None:
+        """Raise PageError unless a request's entries lie on its pages."""
+        if self._num.get(table, 0) > table.capacity:
+            raise PageError(f"{self._num[table]} draft entries are counted on pages {table.pages}")
 
     def count_again(self, table: PageTable) -> None:
         """Forget what is known of a request: it has exchanged pages for others of the same tokens. Changes: that."""

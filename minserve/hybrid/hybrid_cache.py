@@ -2,8 +2,9 @@
 tensors are in `cache_memory`.
 
 A request owns a page table, which grows, and one state slot, which does not. A step never writes the state that it
-reads: it writes to a second slot, and `commit` makes that the request's own and lets go of the first one. If somebody
-still wants the first one, it is a snapshot: kept in the tree, at no cost but its slot.
+reads: it writes to a second slot, and with drafts to one more for each, and `commit` makes the one at the request's new
+count its own and lets go of the others; pages behind that count go back. If somebody still wants the first one, it is a
+snapshot: kept in the tree, at no cost but its slot.
 
     tokens computed     pages (grow)            state (is replaced)
     0                   -                       reads EMPTY, writes a
@@ -32,7 +33,7 @@ class HybridCache:
     """Pages, state slots and the tree of all requests, behind one admission.
 
     Arguments:
-        sizes: of the pools; `num_states` slots are for running requests and snapshots, `num_rows` for a step's rows.
+        sizes: of the pools; `num_states` slots are for running requests and snapshots, the others for a step.
         snapshot_every: tokens between two snapshots of a request.
         prefix_cache: whether anything is kept for others.
         parts: what of this a reader has replaced.
@@ -226,6 +227,8 @@ class HybridCache:
             raise StateError(f"slots {counted} are referred to; requests and snapshots own {owned}")
         if len(self.states.held) > self._num_states:
             raise StateError(f"{len(self.states.held)} slots are held between steps; num_states is {self._num_states}")
+        for table in self.tables.values():
+            self.entries.check(table)
         if self.prefixes.holders != {*self.tables}:
             raise PageError(f"requests {self.prefixes.holders} have a place in the tree, and {[*self.tables]} pages")
 

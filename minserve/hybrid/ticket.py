@@ -48,6 +48,7 @@ class Ticket:
     ):
         self.state_write: dict[Hashable, list[int]] = {}
         self._cache, self._waiting, self._wanted = cache, waiting, wanted
+        self._start: dict[Hashable, int] = {}  # tokens computed before this step
         self._stop: dict[Hashable, int] = {}  # tokens known: the first slot of state_write is for these
         self.state_between: dict[Hashable, list[tuple[int, int]]] = {}
         self._room_before: dict[Hashable, int] = {}
@@ -96,7 +97,7 @@ class Ticket:
             self._room_before.setdefault(request.id, before)
         if needs_slot:
             self.state_write[request.id] = [states.take()]
-        self._stop[request.id] = stop
+        self._start[request.id], self._stop[request.id] = request.num_computed, stop
         return True
 
     def look_ahead(self, request: Request, most: int) -> int:
@@ -159,6 +160,7 @@ class Ticket:
         """Leave to a request what this step took for it, as far as its count has come. Changes: the ticket."""
         self._room_before.pop(request.id, None)
         slots, stop = self.state_write.pop(request.id), self._stop.pop(request.id)
+        self._start.pop(request.id)
         kept, points = self.state_between.pop(request.id, []), self._points.pop(request.id, ())
         last = request.num_computed - stop
         kept += [(stop + at, slot) for at, slot in enumerate(slots[:last]) if stop + at in points]
@@ -182,9 +184,13 @@ class Ticket:
         """
         for request_id in [*self.state_write]:
             self._give_back_slots(request_id)
+        tables = self._cache.tables
         for request_id, before in self._room_before.items():
-            if request_id in self._cache.tables:  # who left meanwhile has given all pages back
-                self._cache.tables[request_id].shrink(before)
+            if request_id in tables:  # who left meanwhile has given all pages back
+                tables[request_id].shrink(before)
+        for request_id, start in self._start.items():
+            if request_id in tables:
+                self._cache.entries.cut(tables[request_id], start)
         self._room_before.clear()
 
     def abandon(self, request: Request, keep: bool = False) -> None:

@@ -54,7 +54,8 @@ class Scorer(Protocol):
 
         Arguments:
             contexts: of each row, the request's tokens and the drafts so far, at least one; not changed.
-        Returns a score for each token of the vocabulary of the model that verifies, in that model's order.
+        Returns a score for each token of the vocabulary of the model that verifies, in that model's order, best on its
+        device.
         """
         ...
 

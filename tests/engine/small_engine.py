@@ -46,6 +46,14 @@ def small_model(config=CONFIG):
     return model
 
 
+def with_head(config):
+    """The small model with a draft head; in both the last token has most of the say, so the head is right at times."""
+    model = small_model(replace(config, mtp_num_hidden_layers=1))
+    model.model.embed_tokens.weight.mul_(4)
+    model.mtp.fc.weight.mul_(0.3)[:, : config.hidden_size].add_(4 * torch.eye(config.hidden_size, dtype=torch.float64))
+    return model
+
+
 class Scripted:
     """A model whose next token follows from the token before and its position; see `scripted_tokens`.
 

@@ -1,15 +1,13 @@
 """The engine under any sequence of requests, steps, aborts, failures and new weights, in pools of a few pages.
 
-Prompts share beginnings, with the prefix cache and without; drafts are verified or not. Every invariant is checked after
+Prompts share beginnings, with the prefix cache and without; there are drafts or none. Every invariant is checked after
 every step. At the end everybody has come to one end within a bounded number of steps, has got exactly its tokens, has
 reused only what was there to be reused, and has left nothing in anybody's way.
 """
 
 from bisect import bisect_right
-from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -28,7 +26,7 @@ from small_engine import (
     poison_free,
     scripted_next,
     scripted_tokens,
-    small_model,
+    with_head,
 )
 
 from minserve.batching.batcher import POLICIES
@@ -43,14 +41,6 @@ PROMPTS = st.builds(
     lambda base, cut, tail: [*BASES[base][:cut], *tail][:14] or [3],
     st.integers(0, 2), st.sampled_from([10, 6, 14, 8, 3, 0]), st.lists(st.integers(0, 24), max_size=5),
 )  # fmt: skip
-
-
-def with_head(config):
-    """The small model with a draft head; in both the last token has most of the say, so the head is right at times."""
-    model = small_model(replace(config, mtp_num_hidden_layers=1))
-    model.model.embed_tokens.weight.mul_(4)
-    model.mtp.fc.weight.mul_(0.3)[:, : config.hidden_size].add_(4 * torch.eye(config.hidden_size, dtype=torch.float64))
-    return model
 
 
 class Fails(Exception):
@@ -92,8 +82,8 @@ class EngineModel(RuleBasedStateMachine):
         self.num_steps, self.next_abort, self.next_fails = 0, None, False
 
     @rule(
-        prompt=PROMPTS, max_tokens=st.sampled_from([8, 10, 4, 6, 1, 0]), num=st.sampled_from([1, 1, 2, 3]), priority=st.integers(-1, 1),
-        scored=st.sampled_from([False, False, False, True]), drawn=st.booleans(),
+        prompt=PROMPTS, max_tokens=st.sampled_from([8, 10, 4, 6, 1, 0]), num=st.sampled_from([1, 1, 2, 3]),
+        priority=st.integers(-1, 1), scored=st.sampled_from([False, False, False, True]), drawn=st.booleans(),
         cache_salt=st.sampled_from([None, None, None, "salt"]),
     )  # fmt: skip
     def add(self, prompt, max_tokens, num, scored, drawn, **params):

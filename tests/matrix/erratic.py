@@ -1,4 +1,4 @@
-"""A drafter that is sometimes right, sometimes wrong, and sometimes has no idea: fault E4 wants any pattern of counts."""
+"""A drafter that is now right, now wrong, and now has no idea: fault E4 wants any pattern of counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has to come of drafts, from one plain forward of a request by itself: what the head guesses, what is kept of it."""
+"""What a draft head has to guess, and what has to come of drafts, from one plain forward of a request by itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from alone import TOLERANCE, Answer
-
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -43,7 +42,7 @@ def forward(model: HybridLM, ids: Sequence[int]) -> tuple[ModelOutput, NaiveMemo
 
 @torch.inference_mode()
 def drawn_answer(model: HybridLM, request: Request, found: Answer, drafts: Drafts) -> Answer:
-    """What a request draws where these drafts were verified; up to the step in which it was found to draw another token.
+    """What a request draws where these drafts were verified, up to the step in which it was found to draw otherwise.
 
     A draft x is kept where u q(x) < p(x), and the token behind the first that is not comes from (p - q)+.
     """

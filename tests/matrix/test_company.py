@@ -42,9 +42,9 @@ def test_the_same_request_again_after_another(name, leaves, alone):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("draft, prefix_cache", product(["none", "mtp"], [True, False]))
+@pytest.mark.parametrize("draft, prefix_cache", [*product(["none", "mtp"], [True, False])])
 def test_a_conversation_again_after_another_that_began_alike(name, draft, prefix_cache, alone):  # fault A6
-    """A, then B, which shares a beginning with A and with A's answer, then A and more of it: alike in all four cells."""
+    """A, then B, which begins as A and its answer do, then A and more of it: alike in all four cells."""
     reference, begin = alone[name], prompt(19)
     spoken = (*begin, *reference.answer(begin, CHAT).token_ids)
     words = [begin, (*spoken[:15], *prompt(9, 3)), begin, (*spoken[:27], *prompt(3, 3)), spoken, (*spoken, 7), begin]

@@ -15,7 +15,7 @@ def steps(choice: DepthChoice, num_drafts: list[int], num: int, outcome=None) ->
     """The depth of each of so many steps; `outcome` is what became of each step's drafts."""
     depths = []
     for _ in range(num):
-        depths.append(0 if choice.rests(len(num_drafts)) else choice.choose(num_drafts))
+        depths.append(0 if choice.begin_step(len(num_drafts)) else choice.choose(num_drafts))
         if outcome and depths[-1]:
             choice.acceptance.observe([outcome(min(depths[-1], count)) for count in num_drafts])
         else:
@@ -48,7 +48,7 @@ def test_it_rests_once_it_is_sure_and_each_time_twice_as_long():
     rested = False
     while len(began) < 7:
         time += 1
-        now = choice.rests(1)
+        now = choice.begin_step(1)
         if not now:
             choice.choose([3])
         if now and not rested:
@@ -73,10 +73,10 @@ def test_a_batch_of_another_size_has_rests_of_its_own():
     costs = CostTable(step_s=lambda rows, tokens: 1.0 if rows == 1 else float(tokens), draft_s=lambda rows: 0.0)
     choice = DepthChoice(2, costs)
     steps(choice, [2] * 32, SURE_STEPS)
-    assert choice.rests(32) and not choice.rests(1) and choice.choose([2]) == 2 and choice.rests(32)
-    choice.rests(1)
+    assert choice.begin_step(32) and not choice.begin_step(1) and choice.choose([2]) == 2 and choice.begin_step(32)
+    choice.begin_step(1)
     assert not choice.is_resting
-    assert not choice.rests(0), "prompts alone: as the last decoding rows had it"
+    assert not choice.begin_step(0), "prompts alone: as the last decoding rows had it"
 
 
 def test_when_drafts_have_paid_for_a_while_the_next_rest_is_a_short_one_again():
@@ -87,7 +87,7 @@ def test_when_drafts_have_paid_for_a_while_the_next_rest_is_a_short_one_again():
     assert steps(choice, [1], FIRST_REST_STEPS + 2) == [1] * (FIRST_REST_STEPS + 2)
     prices[2] = 3.0
     steps(choice, [1], SURE_STEPS)
-    assert sum(choice.rests(1) for _ in range(10 * FIRST_REST_STEPS)) == FIRST_REST_STEPS - 1
+    assert sum(choice.begin_step(1) for _ in range(10 * FIRST_REST_STEPS)) == FIRST_REST_STEPS - 1
 
 
 @pytest.mark.parametrize("table, wants", [(True, False), (False, True)])

@@ -6,32 +6,20 @@ import pytest
 import torch
 from small_engine import alone, run_all
 from watched_drafts import (
+    DRAWN,
     Wrapped,
     check_all_drafted,
     check_drafts,
+    events,
+    prompt,
     request,
     serve,
     watched_engine,
 )
 
-from minserve import depth_choice
-from minserve.depth_choice import SURE_STEPS
 from minserve.events import EventKind
-from minserve.step_costs import CostTable
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
-DRAWN = {"temperature": 2.0}
-
-
-def prompt(num_tokens: int, salt: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(1000 * salt + num_tokens)
-    return torch.randint(0, 256, (num_tokens,), generator=generator).tolist()
-
-
-def events(engine, one, kind):
-    return [event.data for event in engine.log.of(one.id) if event.kind is kind]
-
-
 @pytest.mark.parametrize("batch_tokens, page_size, params", [
     (64, 4, DRAWN), (64, 4, {}), (7, 3, DRAWN), (5, 16, DRAWN), (4, 1, DRAWN),
 ])  # fmt: skip
@@ -152,136 +140,6 @@ def test_a_head_that_overflows_costs_speed_alone(dense, params):
         assert [one.output_ids for one in ours] == [alone(dense, one)[0] for one in ours]
 
 
-# --- not drafting
-
-
-class Prices:
-    """Costs that can be turned: drafts are free, or they cost more than a step."""
-
-    def __init__(self):
-        self.draft_s = 0.0
-
-    def table(self) -> CostTable:
-        return CostTable(lambda num_rows, num_tokens: 1.0, lambda num_rows: self.draft_s)
-
-
-REST_STEPS = 24
-
-
-@pytest.fixture
-def prices(monkeypatch):
-    monkeypatch.setattr(depth_choice, "NO_REST", (0, REST_STEPS // 2))  # twice as long when it rests
-    return Prices()
-
-
-def serve_until_it_drafts(engine, seen) -> None:
-    """Serve others until the rest is over, and forget their drafts."""
-    for number in range(9):
-        if not seen:
-            serve(engine, request(f"{len(engine.log)} {number}", prompt(3, number), 20))
-    assert seen
-    seen.clear()
-
-
-def test_where_drafts_do_not_pay_the_head_is_not_run(dense, prices):
-    model = Wrapped(dense)
-    prices.draft_s = 2.0
-    engine, seen = watched_engine(model, adapt_drafts=True, step_costs=prices.table())
-    serve(engine, *(request(f"r{n}", prompt(n), 12) for n in (5, 9)))
-    assert engine.drafting.depth == 0 and not seen
-    assert 0 < model.num_head_calls <= 1 + SURE_STEPS, "it looks on for a few steps, and makes no draft"
-    model.num_head_calls = 0
-    serve(engine, request("off", prompt(9), 12), request("off, too", prompt(7), 12))
-    assert not seen and model.num_head_calls == 0
-    prices.draft_s = 0.0
-    serve_until_it_drafts(engine, seen)
-    one = request("later", prompt(12), 20)
-    serve(engine, one)
-    check_all_drafted(engine, seen, one)
-    check_drafts(dense, seen)
-
-
-def test_a_request_once_not_followed_is_not_drafted_for_any_more(dense, prices):
-    engine, seen = watched_engine(dense, adapt_drafts=True, step_costs=prices.table(), prefix_cache=False)
-    old, new = request("old", prompt(9), 60), request("new", prompt(6), 8)
-    engine.add(old)
-    while len(old.output_ids) < 10:
-        engine.step()
-    before = len(seen)
-    assert before
-    prices.draft_s = 2.0
-    for _ in range(SURE_STEPS + REST_STEPS):
-        engine.step()
-    prices.draft_s = 0.0
-    engine.add(new)
-    run_all(engine)
-    assert {one.request for one in seen[before:]} == {new}
-    check_drafts(dense, seen)
-    assert old.output_ids == alone(dense, old)[0]
-
-
-def test_a_request_that_the_head_looked_on_at_is_drafted_for_again(dense, prices):
-    engine, seen = watched_engine(dense, adapt_drafts=True, step_costs=prices.table(), prefix_cache=False)
-    one = request("one", prompt(9), 60, **DRAWN)
-    engine.add(one)
-    for num_before, num_steps_off in ((2, 1), (5, SURE_STEPS - 1)):
-        while len(seen) < num_before and engine.has_work:
-            engine.step()
-        prices.draft_s, before = 2.0, len(seen)
-        for _ in range(num_steps_off):
-            engine.step()
-        assert len(seen) == before
-        prices.draft_s = 0.0
-        engine.step()
-        assert len(seen) == before + 1
-    run_all(engine)
-    check_drafts(dense, seen)
-
-
-def test_drafting_resumes_only_where_the_whole_prefix_has_entries(dense, prices):
-    """The first 16 tokens are read with drafts on, the next 16 while the head rests. Others start behind either."""
-    engine, seen = watched_engine(dense, adapt_drafts=True, step_costs=prices.table())
-    start, middle = prompt(17), prompt(17) + prompt(16, 1)
-    serve(engine, request("start", start, 1))
-    prices.draft_s = 2.0
-    serve(engine, request("until the head rests", prompt(3), SURE_STEPS + 2))
-    serve(engine, request("middle", middle, 1))
-    assert not seen
-    prices.draft_s = 0.0
-    serve_until_it_drafts(engine, seen)
-    for name, tokens, least_cached, is_drafted in (
-        ("shallow", start[:16] + prompt(9, 2), 16, True),
-        ("deep", middle[:32] + prompt(9, 3), 24, False),
-        ("deep again", middle[:32] + prompt(9, 3) + [7], 32, False),
-        ("shallow again", start[:16] + prompt(9, 2) + [7], 24, True),
-    ):
-        one = request(name, tokens)
-        seen.clear()
-        serve(engine, one)
-        (admitted,) = events(engine, one, EventKind.ADMITTED)
-        assert admitted["cached_tokens"] >= least_cached
-        assert bool(seen) == is_drafted, name
-        if is_drafted:
-            check_all_drafted(engine, seen, one)
-            check_drafts(dense, seen)
-
-
-def test_who_changes_over_to_pages_without_entries_is_not_drafted_for(dense, prices):
-    """Who wants his prompt scored reads it anew, and then holds the tree's pages of the same tokens, not his own."""
-    engine, seen = watched_engine(dense, adapt_drafts=True, step_costs=prices.table())
-    prices.draft_s = 2.0
-    serve(engine, request("until the head rests", prompt(3), SURE_STEPS + 2))
-    serve(engine, request("first", prompt(21), 1))
-    prices.draft_s = 0.0
-    serve_until_it_drafts(engine, seen)
-    serve(engine, request("same", prompt(21), prompt_logprobs=0))
-    assert not seen
-    other = request("other", prompt(22), prompt_logprobs=0)
-    serve(engine, other)
-    check_all_drafted(engine, seen, other)
-    check_drafts(dense, seen)
-
-
 def test_no_entry_beyond_the_last_token(dense):
     """The first one is that of token 1, and a draft's own place is before the limit."""
     positions = []
@@ -296,3 +154,30 @@ def test_no_entry_beyond_the_last_token(dense):
     serve(engine, one)
     check_all_drafted(engine, seen, one)
     assert max(map(max, positions)) < 24 and min(map(min, positions)) == 1
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_entries_of_a_step_that_fails_behind_the_head_do_not_count(dense, prefix_cache, monkeypatch):
+    """The head has followed, then something raises, and the step is tried again: what it made must not be relied on."""
+    engine, seen = watched_engine(dense, prefix_cache=prefix_cache)
+    one, failures = request("one", prompt(9), 24), []
+    learn = engine.drafting.learn
+
+    def fail_now_and_then(*args):
+        failures.append(len(failures) % 3 == 1)
+        if failures[-1]:
+            raise RuntimeError("behind the head")
+        learn(*args)
+
+    monkeypatch.setattr(engine.drafting, "learn", fail_now_and_then)
+    engine.add(one)
+    while engine.has_work:
+        before = one.num_computed
+        try:
+            engine.step()
+        except RuntimeError:
+            table = engine.cache.tables[one.id]
+            assert engine.cache.entries.num(table) <= before == one.num_computed
+        engine.check()
+    assert sum(failures) >= 3 and one.output_ids == alone(dense, one)[0]
+    check_drafts(dense, seen)

@@ -16,6 +16,8 @@ from minserve.request import Request, SamplingParams
 
 TOLERANCE = 1e-9
 
+DRAWN = {"temperature": 2.0}
+
 
 class Seen(NamedTuple):
     """A request's drafts in a step: the tokens they follow, the drafts, and what each was drawn from, if it was."""
@@ -105,3 +107,12 @@ def check_all_drafted(engine: Engine, seen: list[Seen], one: Request) -> None:
         wanted.append(min(engine.config.draft_tokens, left - 1))
         left -= count
     assert [len(row.ids) for row in seen if row.request is one] == [num for num in wanted if num]
+
+
+def prompt(num_tokens: int, salt: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * salt + num_tokens)
+    return torch.randint(0, 256, (num_tokens,), generator=generator).tolist()
+
+
+def events(engine, one, kind):
+    return [event.data for event in engine.log.of(one.id) if event.kind is kind]
