@@ -13,7 +13,7 @@ from minserve.hybrid.hybrid_cache import HybridCache
 from minserve.request import Request, SamplingParams
 
 
-def sizes(num_pages=32, page_size=4, num_states=8, num_rows=4, has_states=True, num_draft_slots=16):
+def sizes(num_pages=32, page_size=4, num_states=8, num_rows=4, has_states=True, num_draft_slots=0):
     """The sizes of a cache's pools."""
     return CacheSizes(num_pages, page_size, 1, num_states, num_rows, int(has_states), num_draft_slots)
 

@@ -43,10 +43,11 @@ class EntriesModel(RuleBasedStateMachine):
 
     @rule(index=FEW, num=st.integers(0, 9))
     def fill(self, index, num):
-        """The head makes the next entries, as far as there are pages."""
+        """The head makes the next entries, as far as there are pages; those that others read it leaves alone."""
         table = self.pick(index)
         start = self.entries.num(table)
-        stop = min(start + num, table.capacity)
+        shared = [at * self.size for at, page in enumerate(table.pages) if self.allocator.ref_count(page) > 1]
+        stop = min([start + num, table.capacity, *(begin for begin in shared if begin + self.size > start)])
         if start < stop:
             self.entries.fill(table, stop)
             for position in range(start, stop):

@@ -27,13 +27,13 @@ class CacheModel(RuleBasedStateMachine):
 
     @initialize(
         usable=st.integers(4, 28), every=st.integers(1, 9), num_states=st.integers(1, 7), rows=st.integers(1, 3),
-        enabled=st.sampled_from([True] * 7 + [False]),
+        enabled=st.sampled_from([True] * 7 + [False]), num_draft_slots=st.sampled_from([4, 8, 2, 1, 0]),
     )  # fmt: skip
-    def start(self, usable, every, num_states, rows, enabled):
+    def start(self, usable, every, num_states, rows, enabled, num_draft_slots):
         self.most, num_pages = num_states, -(-usable // self.page_size)
         self.played = PlayedCache(
             every, enabled, num_pages=num_pages, page_size=self.page_size, num_states=num_states,
-            num_rows=min(rows, num_states), has_states=self.has_states,
+            num_rows=min(rows, num_states), has_states=self.has_states, num_draft_slots=num_draft_slots,
         )  # fmt: skip
         self.cache, self.num_rows = self.played.cache, min(rows, num_states)
         self.waiting, self.running, self.num_asked = [], [], 0

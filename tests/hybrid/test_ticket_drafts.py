@@ -13,6 +13,11 @@ A = tuple(range(30))
 WRONG = 77
 
 
+def with_drafts(*args, num_draft_slots=8, **more):
+    """A cache with room for the states of some drafts."""
+    return PlayedCache(*args, num_draft_slots=num_draft_slots, **more)
+
+
 class Broken(Exception):
     """A forward that fails."""
 
@@ -32,7 +37,7 @@ def kept_counts(played, request):
 @pytest.mark.parametrize("length", [3, 4, 7, 8])
 def test_pages_and_slots_shrink_to_what_is_accepted(page_size, length):
     for num_drafts, num_right in product(range(6), range(6)):
-        played = PlayedCache(64, page_size=page_size)
+        played = with_drafts(64, page_size=page_size)
         request = decoding(played, length)
         states, kept_for_others = played.cache.states, set(played.cache.snapshots.slots)
         kept = played.verify(request, [60, 61, 62, 63, 64][:num_drafts], num_right, 90)
@@ -51,7 +56,7 @@ def test_pages_and_slots_shrink_to_what_is_accepted(page_size, length):
 @pytest.mark.parametrize("page_size", [1, 3, 4])
 @pytest.mark.parametrize("num_drafts", [0, 1, 4])
 def test_undo_gives_back_what_was_taken_for_drafts(page_size, num_drafts):
-    played = PlayedCache(4, page_size=page_size)
+    played = with_drafts(4, page_size=page_size)
     request = decoding(played, 7)
     played.verify(request, [60, 61], 1, 90)
     before = counts(played.cache)
@@ -75,7 +80,7 @@ def test_undo_gives_back_what_was_taken_for_drafts(page_size, num_drafts):
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("num_drafts", [1, 4])
 def test_who_leaves_or_gives_way_with_drafts_gives_all_back(num_drafts, keep):
-    played = PlayedCache(4)
+    played = with_drafts(4)
     request, other = decoding(played, 7), decoding(played, 5, "other")
     with played.cache.open((), lambda request: num_drafts) as ticket:
         for one in (request, other):
@@ -92,7 +97,7 @@ def test_who_leaves_or_gives_way_with_drafts_gives_all_back(num_drafts, keep):
 @pytest.mark.parametrize("length", [5, 6, 7, 8])
 def test_a_state_that_a_verify_run_passes_is_kept_at_its_count_if_it_was_accepted(every, length):  # faults A4, A6
     for num_drafts, num_right in product((0, 1, 3, 5), range(6)):
-        played = PlayedCache(every, num_states=40)
+        played = with_drafts(every, num_states=40)
         request = decoding(played, length)
         before, start = kept_counts(played, request), request.num_computed
         played.verify(request, [60, 61, 62, 63, 64][:num_drafts], num_right, 90)
@@ -113,7 +118,7 @@ def test_a_state_that_a_verify_run_passes_is_kept_at_its_count_if_it_was_accepte
 def test_any_pattern_of_counts_leaves_the_right_state(num_drafts, every):  # fault E4
     """Each step reads a state that has seen exactly the tokens before: `compute` and `check` fail on any other."""
     for page_size, right in product((1, 3, 4), ((0,), (1, 2), (9,), (0, 9), (2, 0, 9))):
-        played = PlayedCache(every, page_size=page_size, num_pages=64, num_states=60)
+        played = with_drafts(every, page_size=page_size, num_pages=64, num_states=60)
         request = decoding(played, 6)
         for number in range(8):
             count, num_right = num_drafts[number % len(num_drafts)], right[number % len(right)]
@@ -128,7 +133,7 @@ def test_any_pattern_of_counts_leaves_the_right_state(num_drafts, every):  # fau
 ])  # fmt: skip
 def test_as_many_as_are_wanted_and_fit(most, wanted, free_slots, free_pages, got):
     """Six of eight places are used, so two drafts fit without a page, and four more with each."""
-    played = PlayedCache(64, num_states=4, num_rows=2, num_draft_slots=14)
+    played = with_drafts(64, num_states=4, num_rows=2, num_draft_slots=14)
     request = decoding(played, 5)
     with played.cache.open((), lambda request: wanted) as ticket:
         assert ticket.grow(request, 6)
@@ -141,14 +146,14 @@ def test_as_many_as_are_wanted_and_fit(most, wanted, free_slots, free_pages, got
 
 
 def test_without_anybody_who_wants_drafts_there_are_none():
-    played = PlayedCache()
+    played = with_drafts()
     request = decoding(played, 5)
     with played.cache.open() as ticket:
         assert ticket.grow(request, 6) and ticket.look_ahead(request, 9) == 0
 
 
 def test_drafts_take_pages_that_only_the_tree_holds():
-    played = PlayedCache(64, num_pages=4)
+    played = with_drafts(64, num_pages=4)
     played.serve(ask("before", [90] * 7, max_tokens=1))
     request = decoding(played, 4)
     assert played.cache.allocator.num_free == 1 and played.cache.num_takeable == 3  # and two more are needed
@@ -160,7 +165,7 @@ def test_drafts_take_pages_that_only_the_tree_holds():
 @pytest.mark.parametrize("page_size", [1, 3, 4])
 @pytest.mark.parametrize("num_drafts", range(1, 6))
 def test_a_model_without_states_has_drafts_as_well(page_size, num_drafts):
-    played = PlayedCache(4, page_size=page_size, has_states=False)
+    played = with_drafts(4, page_size=page_size, has_states=False)
     request = decoding(played, 6)
     for number in range(4):
         played.verify(request, [60 + number] * num_drafts, number, 90)
