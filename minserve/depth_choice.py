@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from minserve.speculation.depth import Acceptance, best_depth
 from minserve.step_costs import Costs, MeasuredCosts, like_size
 
+PLAIN_EVERY = 4  # steps from one plain step to the next, where its price is not known
 SURE_STEPS = 8  # so often in a row drafts must not have paid: prices and rates waver
 FIRST_REST_STEPS, LONGEST_REST_STEPS = 64, 2048
 NO_REST = (0, FIRST_REST_STEPS // 2)  # until which step; and how long, half of the next one
@@ -72,8 +73,12 @@ class DepthChoice:
         return depth
 
     def wants_plain_step(self, num_rows: int) -> bool:
-        """Whether the price of a plain step with so many rows is to be measured."""
-        return isinstance(self.costs, MeasuredCosts) and self.costs.is_unknown(num_rows)
+        """Whether the price of a plain step with so many rows is to be measured in this one.
+
+        Now and then only: where each step reads a prompt as well, nothing can be measured, and drafts may pay.
+        """
+        is_time = self._num_steps % PLAIN_EVERY == 0
+        return is_time and isinstance(self.costs, MeasuredCosts) and self.costs.is_unknown(num_rows)
 
 
 def _num_tokens(num_drafts: Sequence[int], depth: int) -> int:

@@ -110,7 +110,8 @@ def verify_row_by_row(verify_one: Callable) -> Callable:
         for row, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
             here = slice(start - row, stop - row - 1)  # this row's drafts
             of_q = None if q is None else q[here]
-            tokens = [int(x) for x in verify_one(p[start:stop], drafts[here], of_q, u[here], float(sample_u[row]))]
+            found = verify_one(p[start:stop], drafts[here], of_q, u[here], float(sample_u[row]))
+            tokens = [] if found is None else [int(token) for token in found]
             if not tokens or tokens[:-1] != drafts[here][: len(tokens) - 1] or not 0 <= tokens[-1] < p.shape[1]:
                 limit = f"some of its first drafts, {drafts[here]}, and one token of 0 to {p.shape[1] - 1} more"
                 raise InvalidValue(f"verify of row {row}", tokens, limit, "Parts.verify")

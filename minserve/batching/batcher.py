@@ -85,7 +85,7 @@ class Room(Protocol):
 
 
 class Slice(NamedTuple):
-    """Tokens start .. stop - 1 of a request, to be computed in one step, and behind them so many drafts."""
+    """Tokens start .. stop - 1 of a request, to be computed in one step, and behind a single one so many drafts."""
 
     request: Asked
     start: int

@@ -39,7 +39,7 @@ def difference(got, want, rtol: float, atol: float, path: str = "") -> str | Non
         same = isinstance(got, Raised) and isinstance(want, Raised) and got.kind == want.kind
         return None if same else f"{at}{show(got)}, should be {show(want)}"
     if got is None and want is not None:
-        return f"{at}None; was the result returned?"
+        return f"{at}None, should be {show(want)}" if at else "None; was the result returned?"
     if isinstance(want, torch.Tensor):
         return _tensor_difference(got, want, rtol, atol, at)
     if isinstance(got, (np.ndarray, torch.Tensor, np.generic)):
