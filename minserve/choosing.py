@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from jaxtyping import Float
@@ -135,23 +136,41 @@ def _verify(logits: Tensor, verified: list[tuple[int, DraftRow]], verify: Callab
         return
     requests = [row.request for row in rows for _ in range(row.num_usable)]
     guesses = [row.ids[:i] for row in rows for i in range(row.num_usable)]
-    p = filter_probs(
-        penalized(torch.cat([row.logits for row in rows]), requests, guesses), [r.params for r in requests]
-    )
+    logits = penalized(torch.cat([row.logits for row in rows]), requests, guesses)
+    if verify is reference_verify and all(row.request.params.is_greedy for row in rows):
+        outcomes = _keep_likeliest(rows, logits.argmax(-1).tolist())
+    else:
+        outcomes = _keep(rows, filter_probs(logits, [request.params for request in requests]), verify)
+    for row, (kept, next_id) in zip(rows, outcomes, strict=True):
+        chosen.accepted[row.request.id] = kept
+        chosen.tokens[row.request.id] = [
+            Sampled(token, row.logprobs(i, token)) for i, token in enumerate([*row.ids[:kept], next_id])
+        ]
+
+
+def _keep(rows: list[_Verified], p: Float[Tensor, "positions vocab"], verify: Callable) -> list[tuple[int, int]]:
+    """How many drafts each row keeps, and the token that follows."""
     drawn = any(row.drafted.q for row in rows)
     num_accepted, next_ids = verify(
         p,
         p.new_tensor([token for row in rows for token in row.ids], dtype=torch.long),
         torch.cat([row.q(p) for row in rows]) if drawn else None,
-        p.new_tensor([0, *torch.tensor([row.num_usable for row in rows]).cumsum(0).tolist()], dtype=torch.long),
+        p.new_tensor([0, *accumulate(row.num_usable for row in rows)], dtype=torch.long),
         p.new_tensor([u for row in rows for u in row.accept_u()], dtype=torch.float64),
         p.new_tensor([row.sample_u() for row in rows], dtype=torch.float64),
     )
-    for row, kept, next_id in zip(rows, num_accepted.tolist(), next_ids.tolist(), strict=True):
-        chosen.accepted[row.request.id] = kept
-        chosen.tokens[row.request.id] = [
-            Sampled(token, row.logprobs(i, token)) for i, token in enumerate([*row.ids[:kept], next_id])
-        ]
+    return list(zip(num_accepted.tolist(), next_ids.tolist(), strict=True))
+
+
+def _keep_likeliest(rows: list[_Verified], likeliest: list[int]) -> list[tuple[int, int]]:
+    """What `_keep` gives for greedy rows, whose p is all on the likeliest token of each position."""
+    outcomes, begin = [], 0
+    for row in rows:
+        wanted = likeliest[begin : begin + row.num_usable]
+        begin += row.num_usable
+        kept = next((i for i, draft in enumerate(row.ids) if draft != wanted[i]), len(row.ids))
+        outcomes.append((kept, wanted[kept]))
+    return outcomes
 
 
 class _Verified:
