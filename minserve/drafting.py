@@ -199,5 +199,5 @@ class Drafting:
 
 
 def has_fixed_depth(request: Request) -> bool:
-    """Whether a request is asked for all drafts in each step: which numbers it draws must not depend on others."""
+    """Whether a request asks for all drafts in each step, so that no prices or neighbours' rates change its draws."""
     return request.params.seed is not None and not request.params.is_greedy

@@ -29,7 +29,7 @@ from minserve.draft_rows import DraftRow
 from minserve.errors import InvalidValue
 from minserve.hybrid.cache_memory import CacheMemory, Places
 from minserve.hybrid.hybrid_cache import HybridCache
-from minserve.hybrid.packing import page_slots, page_tables
+from minserve.hybrid.packing import lay_out, page_slots, page_tables
 from minserve.model.hybrid_lm import HybridLM
 from minserve.model.step import Step
 from minserve.paging.page_table import PageTable
@@ -162,9 +162,7 @@ class MTPDrafts:
         tables = page_tables([span.request for span in spans], self._cache)
         counts = np.array([len(span.tokens) for span in spans])
         starts = np.array([span.start for span in spans])
-        row_starts = np.concatenate([[0], counts.cumsum()])
-        rows = np.repeat(np.arange(len(spans)), counts)
-        positions = np.arange(row_starts[-1]) - row_starts[rows] + starts[rows]
+        row_starts, rows, positions = lay_out(starts, counts)
         slots = page_slots(tables, rows, positions, self._cache.page_size)
         tokens = [token for span in spans for token in span.tokens]
         arrays = (tokens, positions, row_starts, row_starts[1:] - 1, tables, starts + counts, 0 * counts, slots)

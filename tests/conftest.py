@@ -5,6 +5,9 @@ It costs some 50 microseconds a call. The notebooks run without it, in processes
 
 from importlib.util import find_spec
 
+import jaxtyping
+import pytest
+
 CHECKED = [  # kernels are none of them: Triton wants a function as it is written
     "minserve.attention_merge",
     "minserve.batching.ragged_attention",
@@ -30,6 +33,13 @@ CHECKED = [  # kernels are none of them: Triton wants a function as it is writte
 ]
 
 if find_spec("beartype"):
-    from jaxtyping import install_import_hook
+    jaxtyping.install_import_hook(CHECKED, "beartype.beartype")
 
-    install_import_hook(CHECKED, "beartype.beartype")
+
+@pytest.fixture(scope="module")
+def shapes_unchecked():
+    """Leaves the shape checks out of files that run thousands of short steps: they cost more than a step."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
@@ -138,7 +139,6 @@ class StepMemory:
         self._groups = self._group_rows(memory)
         # Outputs come part by part; this brings them back into the packing's order.
         self._order = torch.cat([part.tokens for part in places.parts]).argsort() if len(places.parts) > 1 else None
-        self._begins = None  # the rows that begin, once a layer asks
 
     def attend(
         self,
@@ -236,11 +236,18 @@ class StepMemory:
             outs.append(out)
         return outs[0] if is_all else torch.cat(outs)[self._order]
 
+    @cached_property
+    def _read(self) -> Int[Tensor, " rows"]:
+        """The slots that the rows continue from; any, for a row that begins. The draft head asks for none."""
+        return self._places.state_read.clamp(min=0)
+
+    @cached_property
+    def _begins(self) -> Int[Tensor, " begun"]:
+        """The rows that begin."""
+        return (self._places.state_read == EMPTY).nonzero().flatten()
+
     def _of_rows(self, pool: Float[Tensor, "slots ..."]) -> Float[Tensor, "rows ..."]:
         """The states that the rows continue from: zeros for a row that begins, whatever its slot number holds."""
-        if self._begins is None:
-            read = self._places.state_read
-            self._read, self._begins = read.clamp(min=0), (read == EMPTY).nonzero().flatten()
         rows = pool.index_select(0, self._read)
         if len(self._begins):
             rows[self._begins] = 0

@@ -76,9 +76,7 @@ def pack(
     """
     starts = np.array([piece.start for piece in slices])
     lengths = np.array([piece.num_tokens for piece in slices])
-    row_starts = np.concatenate([[0], np.cumsum(lengths)])
-    row = np.repeat(np.arange(len(slices)), lengths)
-    positions = np.arange(row_starts[-1]) - row_starts[row] + starts[row]
+    row_starts, row, positions = lay_out(starts, lengths)
     tokens: list[int] = []
     for piece in slices:
         tokens += piece.request.tokens[piece.start : piece.stop]
@@ -125,8 +123,10 @@ def _parts(
         return ()
     # A row that has a slot for the state after each of its tokens: with drafts, or decoding without.
     every = [row for row, p in enumerate(slices) if len(ticket.state_write[p.request.id]) == p.num_tokens]
+    others = [row for row in range(len(slices)) if row not in {*every}]
     cuts = {}
-    for row, (piece, begin) in enumerate(zip(slices, bounds, strict=False)):
+    for row in others:
+        piece, begin = slices[row], bounds[row]
         slots = ticket.state_write[piece.request.id]
         ends = [*ticket.state_between.get(piece.request.id, ()), (piece.stop, slots[-1])]
         starts = [piece.start, *(stop for stop, _ in ends)]
@@ -138,7 +138,6 @@ def _parts(
     if every:
         of_every = [(bounds[row], bounds[row + 1], ticket.state_write[slices[row].request.id]) for row in every]
         parts.append(_part(every, of_every, [slot for *_, slots in of_every for slot in slots], device, True))
-    others = [row for row in cuts if row not in {*every}]
     for number in range(max((len(cuts[row]) for row in others), default=0)):
         rows = [row for row in others if len(cuts[row]) > number]
         of_rows = [cuts[row][number] for row in rows]
@@ -155,6 +154,17 @@ def _part(
     arrays = (rows, tokens, row_starts, state_write)
     tensors = (torch.as_tensor(np.asarray(x, dtype=np.int64), device=device) for x in arrays)
     return RowParts(*tensors, every_state)
+
+
+def lay_out(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pack rows side by side: where each begins and the end; and of each packed token its row and its position.
+
+    >>> [x.tolist() for x in lay_out(np.array([4, 0]), np.array([1, 3]))]
+    [[0, 1, 4], [0, 1, 1, 1], [4, 0, 1, 2]]
+    """
+    row_starts = np.concatenate([[0], np.cumsum(lengths)])
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    return row_starts, rows, np.arange(row_starts[-1]) - row_starts[rows] + starts[rows]
 
 
 def page_tables(requests: Sequence[Request], cache: HybridCache) -> np.ndarray:

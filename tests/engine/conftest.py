@@ -6,19 +6,14 @@ They run thousands of short steps, and without the shape checks that other tests
 import sys
 from pathlib import Path
 
-import jaxtyping
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-@pytest.fixture(scope="package", autouse=True)
-def shapes_unchecked():
-    """Leaves the shape checks out while these tests run."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
+@pytest.fixture(scope="module", autouse=True)
+def steps_run_unchecked(shapes_unchecked):
+    """The shape checks are left out while these tests run."""
 
 
 @pytest.fixture(scope="session")

@@ -6,22 +6,12 @@ import os
 import sys
 from pathlib import Path
 
-import jaxtyping
 import pytest
 
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # else the interpreter warns that it does not fuse
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(Path(__file__).parent), *(str(TESTS / name) for name in ("kernels", "engine", "matrix"))]
-
-
-@pytest.fixture(scope="module")
-def shapes_unchecked():
-    """Leaves the shape checks out of a file that runs thousands of short steps: they cost more than a step."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.fixture(scope="session")
