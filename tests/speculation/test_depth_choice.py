@@ -111,3 +111,10 @@ def test_a_head_that_is_never_right_drafts_ever_more_seldom():
     assert depths[0] == 2 and tried[:7] == list(range(7)), "until it is known how bad it is"
     gaps = [after - before for before, after in zip(tried[6:], tried[7:], strict=False)]
     assert len(gaps) == 5 and all(after > 1.8 * before for before, after in zip(gaps, gaps[1:], strict=False))
+
+
+def test_a_draft_is_priced_for_the_rows_that_have_one():
+    asked = []
+    costs = CostTable(step_s=lambda rows, tokens: 1.0, draft_s=lambda rows: asked.append(rows) or 0.0)
+    DepthChoice(3, costs).choose([3, 0, 1, 0])
+    assert asked == [2]

@@ -198,3 +198,19 @@ def test_an_engine_learns_what_its_drafts_cost():
     assert engine.drafting.depth == 0 and one.output_ids == scripted_tokens(one)
     steps = [event.data["duration_s"] for event in engine.log if event.kind is EventKind.STEP]
     assert steps[-1] == pytest.approx(1.05, rel=1e-12), "a plain step costs no draft"
+
+
+def test_a_drafters_first_look_at_a_text_is_none_of_its_prices():
+    """A small model reads the whole prompt before its first draft: 10 s here, where another draft takes 0.1 s."""
+
+    class SlowAtFirst:
+        def logits(self, contexts):
+            engine.log.clock.advance(10.0 if any(len(context) == 5 for context in contexts) else 0.1)
+            return ConstantScorer([1.0] + [0.0] * 25).logits(contexts)
+
+    engine = make_engine(Scripted(), draft=SlowAtFirst(), adapt_drafts=False, cost=cost, prefix_cache=False)
+    for number, max_tokens in enumerate([4] * 5 + [3]):
+        engine.add(ask(number, 4, max_tokens))
+        run_all(engine)
+    assert sum(event.kind is EventKind.DRAFTS for event in engine.log) == 11
+    assert engine.drafting.costs.draft_s(1) == pytest.approx(0.1, rel=1e-9)
